@@ -1,0 +1,53 @@
+# Every target makes and fills .venv itself, from the pins in requirements/. Needed: Python 3.11 or later, pip, make.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3 || command -v python)
+PY := .venv/bin/python
+BUILD_READY := .venv/.build-ready
+DEV_READY := .venv/.dev-ready
+
+.PHONY: help demo test lint format bench clean
+
+help:
+	@echo "make demo    build the demo pair and stream answers for three prompts"
+	@echo "make test    ruff, mypy and pytest"
+	@echo "make lint    ruff and mypy only"
+	@echo "make format  let ruff format and sort"
+	@echo "make bench   measure the demo pair: JSON and PNG in engines/build"
+	@echo "make clean   remove .venv, caches and built bundles"
+
+demo: $(BUILD_READY)
+	$(PY) engines/demo.py
+
+test: lint
+	$(PY) -m pytest
+
+lint: $(DEV_READY)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+format: $(DEV_READY)
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+bench: $(DEV_READY)
+	$(PY) tests/bench/bench.py
+
+clean:
+	rm -rf .venv .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis engines/build *.egg-info
+
+# Debian's Python has venv without ensurepip: the outer pip then fills the environment.
+$(PY):
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "error: Python 3.11 or later is needed; name one: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	"$(PYTHON)" -m venv .venv >/dev/null 2>&1 || "$(PYTHON)" -m venv --clear --without-pip .venv
+	@$(PY) -m pip --version >/dev/null 2>&1 || "$(PYTHON)" -m pip --python $(PY) install --quiet pip
+
+$(BUILD_READY): requirements/build.txt pyproject.toml | $(PY)
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements/build.txt
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
+$(DEV_READY): requirements/dev.txt $(BUILD_READY)
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements/dev.txt
+	@touch $@

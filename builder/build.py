@@ -1,0 +1,307 @@
+"""The build from end to end: checkpoints in, a bundle out. Each stage is a call into the module that owns it."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import platform
+import resource
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from builder import bundle
+from builder.profile import Profile, Resolution, check_memory, memory_needed, resolve
+from runtime.errors import BackendUnavailable, BundleError
+from runtime.libraries import BACKENDS, BUILD_PACKAGES, RUN_PACKAGES, installed
+from runtime.machine import available_memory, human_bytes
+from runtime.manifest import FORMAT_VERSION, REPORT_NAME, Manifest, Memory, Models, Source, StateTensor, to_plain
+from runtime.version import DISTRIBUTION, VERSION
+
+if TYPE_CHECKING:
+    from builder.spec import DrafterCheckpoint, DrafterSpec, SourceInfo, TargetCheckpoint, TargetSpec, TokenizerData
+
+CONVENTIONS = {
+    "confidence": "sigmoid of logit j is the probability that draft j is accepted given all before it were",
+    "draft": "slot j of a block predicts position start+1+j; start is the bonus token's position",
+    "ring": "position p lives in row p mod window; rejected positions are never written",
+    "slots": "0 to slots-1 serve requests, index slots is scratch for padding rows",
+    "taps": "id L is the output of decoder layer L, -1 the embedding output",
+}
+
+# Typical seconds of each stage: a fixed part, and one for each GiB of float32 weights.
+STAGES: Mapping[str, tuple[float, float]] = {
+    "read checkpoints": (1.5, 1.0),
+    "plan": (0.1, 0.0),
+    "write weights": (0.3, 6.0),
+    "export graphs": (12.0, 0.0),
+    "compile engines": (4.0, 4.0),
+    "record vectors": (2.0, 6.0),
+    "write manifest": (0.1, 2.0),
+    "swap in": (0.1, 3.0),
+}
+
+
+@dataclass(frozen=True)
+class BuildOptions:
+    """What to build from what. `profile` already holds the command line's overrides."""
+
+    target: Path
+    drafter: Path
+    out: Path
+    profile: Profile = field(default_factory=Profile)
+    overwrite: bool = False
+
+
+@dataclass(frozen=True)
+class StageEvent:
+    """A stage begins: the `index`-th (from 0) of `count`, with seconds `elapsed` so far and an estimate of those
+    `left`.
+    """
+
+    name: str
+    index: int
+    count: int
+    elapsed: float
+    left: float
+
+
+class Progress(Protocol):
+    """Who wants to hear how a build goes."""
+
+    def stage(self, event: StageEvent) -> None: ...
+
+    def warning(self, text: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class BuildReport:
+    """What was built. Times in seconds, memory in bytes (`peak_memory` is that of the whole process)."""
+
+    out: Path
+    manifest: Manifest
+    warnings: tuple[str, ...]
+    seconds: Mapping[str, float]
+    total_seconds: float
+    peak_memory: int
+    bundle_bytes: int
+
+
+class _Clock:
+    """Runs the stages in order, times them, and estimates what is left."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._began = time.perf_counter()
+        self.gib = 0.5  # of weights, until the checkpoints are read
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        names = list(STAGES)
+        index = names.index(name)
+        began = time.perf_counter()
+        # The machine's speed so far, against the typical one, corrects the estimate; early stages say little.
+        typical = sum(self._typical(done) for done in names[:index])
+        speed = (sum(self.seconds.values()) + 3.0) / (typical + 3.0)
+        left = speed * sum(self._typical(todo) for todo in names[index:])
+        self._progress.stage(StageEvent(name, index, len(names), began - self._began, left))
+        yield
+        self.seconds[name] = time.perf_counter() - began
+
+    def _typical(self, name: str) -> float:
+        fixed, per_gib = STAGES[name]
+        return fixed + per_gib * self.gib
+
+    @property
+    def total(self) -> float:
+        return time.perf_counter() - self._began
+
+
+def build(options: BuildOptions, progress: Progress) -> BuildReport:
+    """Build the bundle `options.out`. Nothing is written there unless all of it succeeds.
+
+    Raises CheckpointError, ProfileError, BundleError or BackendUnavailable for what the user can mend, OSError from the
+    system.
+    """
+    bundle.check_output(options.out, overwrite=options.overwrite)
+    profile = options.profile
+    _check_backend(profile.backend)
+    clock = _Clock(progress)
+    with clock.stage("read checkpoints"):
+        from builder import checkpoints
+
+        target = checkpoints.load_target(options.target)
+        drafter = checkpoints.load_drafter(options.drafter, target)
+        # Until duplicates are dropped, so at most this much.
+        weight_bytes = 4 * sum(
+            math.prod(tensors.shape(name)) for tensors in (target.tensors, drafter.tensors) for name in tensors.names()
+        )
+        clock.gib = weight_bytes / 2**30
+    with clock.stage("plan"):
+        plan = resolve(profile, target.spec, drafter.spec)
+        for warning in plan.warnings:
+            progress.warning(warning)
+        check_memory(
+            memory_needed(target.spec, drafter.spec, plan.limits, weight_bytes), plan.limits, available_memory()
+        )
+        _check_disk(options.out, weight_bytes)
+    with bundle.Staging(options.out, overwrite=options.overwrite) as staging:
+        manifest = _fill(staging.directory, target, drafter, profile, plan, clock)
+        report = _report(options, manifest, plan.warnings, clock)
+        _write_json(staging.directory / REPORT_NAME, _report_json(report))
+        with clock.stage("swap in"):
+            staging.commit()
+    return _report(options, manifest, plan.warnings, clock)
+
+
+def _fill(
+    directory: Path,
+    target: TargetCheckpoint,
+    drafter: DrafterCheckpoint,
+    profile: Profile,
+    plan: Resolution,
+    clock: _Clock,
+) -> Manifest:
+    """Write everything but the report into `directory`."""
+    from builder import backends, export, vectors, weights
+
+    backend = backends.get(profile.backend)
+    limits = plan.limits
+    with clock.stage("write weights"):
+        index = weights.write_weights(directory, target, drafter, limits)
+    with clock.stage("export graphs"):
+        graphs = export.export_graphs(target.spec, drafter.spec, limits)
+    with clock.stage("compile engines"):
+        engines = backend.compile(graphs, index, limits, directory)
+    with clock.stage("record vectors"):
+        vectors.record(directory, target.spec, drafter.spec, index, limits)
+    with clock.stage("write manifest"):
+        if target.tokenizer is not None:
+            _write_tokenizer(directory / "tokenizer", target.tokenizer)
+        state = tuple(backend.state(target.spec, drafter.spec, limits))
+        manifest = Manifest(
+            format=FORMAT_VERSION,
+            producer=f"{DISTRIBUTION} {VERSION}",
+            identity="",
+            backend=replace(backend.describe(), precision=profile.precision),
+            limits=limits,
+            serving=plan.serving,
+            models=_models(target.spec, drafter.spec, target.tokenizer),
+            engines=tuple(engines),
+            state=state,
+            memory=_memory(state, limits.slots, index.bytes),
+            plugins=(),
+            conventions=CONVENTIONS,
+            target=_source(target.source),
+            drafter=_source(drafter.source),
+            files={},
+        )
+        return bundle.seal(directory, manifest)
+
+
+def _check_backend(name: str) -> None:
+    info = BACKENDS.get(name)
+    supported = ", ".join(known for known, other in BACKENDS.items() if other.supported)
+    if info is None or not info.supported:
+        raise BackendUnavailable(f"--backend {name}", "this version can't build for it", expected=supported)
+    if not any(map(installed, info.libraries)):
+        raise BackendUnavailable(
+            f"--backend {name}", f"needs {info.libraries[0]}", remedy=f"pip install {info.libraries[0]}"
+        )
+
+
+def _check_disk(out: Path, weight_bytes: int) -> None:
+    parent = out.absolute().parent
+    while not parent.exists():
+        parent = parent.parent
+    free = shutil.disk_usage(parent).free
+    # The graphs, vectors and tokenizer come to a few tens of MiB.
+    needed = weight_bytes + (32 << 20)
+    if free < needed:
+        remedy = "Free some space, or choose another --out"
+        raise BundleError(
+            out, "not enough disk space", expected=human_bytes(needed), found=human_bytes(free), remedy=remedy
+        )
+
+
+def _models(target: TargetSpec, drafter: DrafterSpec, tokenizer: TokenizerData | None) -> Models:
+    stops = set(target.eos_token_ids) | set(tokenizer.eos_token_ids if tokenizer else ())
+    return Models(
+        vocab_size=target.vocab_size,
+        tap_width=len(drafter.taps) * target.hidden_size,
+        has_confidence=drafter.confidence != "none",
+        eos_token_ids=tuple(sorted(stops)),
+        target=_object(target),
+        drafter=_object(drafter),
+    )
+
+
+def _object(spec: TargetSpec | DrafterSpec) -> dict[str, object]:
+    plain = to_plain(spec)
+    return plain if isinstance(plain, dict) else {}
+
+
+def _memory(state: tuple[StateTensor, ...], slots: int, weights: int) -> Memory:
+    """What the state tensors of the back end come to. `shape` is that of one slot."""
+    item = {"float32": 4, "float16": 2, "bfloat16": 2}
+    per_tensor = [(tensor.kind, math.prod(tensor.shape) * item[tensor.dtype]) for tensor in state]
+    per_slot = sum(size for _, size in per_tensor)
+    ring = sum(size for kind, size in per_tensor if kind == "ring")
+    return Memory(weights, per_slot, ring, weights + (slots + 1) * per_slot)
+
+
+def _source(source: SourceInfo) -> Source:
+    return Source(source.packaging, source.name, dict(source.files))
+
+
+def _write_tokenizer(folder: Path, tokenizer: TokenizerData) -> None:
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text(tokenizer.tokenizer_json, encoding="utf-8", newline="")
+    config = {
+        "chat_template": tokenizer.chat_template,
+        "bos_token": tokenizer.bos_token,
+        "eos_token": tokenizer.eos_token,
+        "eos_token_ids": list(tokenizer.eos_token_ids),
+    }
+    _write_json(folder / "tokenizer_config.json", config)
+
+
+def _write_json(path: Path, data: Mapping[str, object]) -> None:
+    text = json.dumps(data, indent=2, sort_keys=True, ensure_ascii=True) + "\n"
+    path.write_text(text, encoding="ascii", newline="\n")
+
+
+def _report(options: BuildOptions, manifest: Manifest, warnings: tuple[str, ...], clock: _Clock) -> BuildReport:
+    size = sum(entry.size for entry in manifest.files.values())
+    out = options.out.absolute()
+    return BuildReport(out, manifest, warnings, dict(clock.seconds), clock.total, _peak_memory(), size)
+
+
+def _report_json(report: BuildReport) -> dict[str, object]:
+    """``report.json``: what differs from build to build, for people."""
+    packages = dict.fromkeys(("onnxruntime", *RUN_PACKAGES, *BUILD_PACKAGES))
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "identity": report.manifest.identity,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: installed(name) for name in packages},
+        "seconds": {name: round(value, 3) for name, value in report.seconds.items()},
+        "total_seconds": round(report.total_seconds, 3),
+        "peak_memory": report.peak_memory,
+        "bundle_bytes": report.bundle_bytes,
+        "warnings": list(report.warnings),
+    }
+
+
+def _peak_memory() -> int:
+    """Bytes this process had resident at most."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

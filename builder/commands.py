@@ -1,0 +1,120 @@
+"""The click group `dspark-build`: options in, calls into builder.build and the runtime's shared commands out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from builder.build import BuildOptions, BuildReport, build
+from builder.profile import DEFAULT_PROFILE, load_profile, override, parse_batches
+from builder.progress import reporter
+from runtime.__main__ import doctor_command, inspect_command, validate_command
+from runtime.machine import human_bytes
+from runtime.version import DISTRIBUTION, VERSION
+
+_DIRECTORY = click.Path(path_type=Path)
+_CHECK = click.Choice(["full", "quick"])
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(VERSION, prog_name=DISTRIBUTION)
+def group() -> None:
+    """Build and examine bundles for DSpark speculative decoding."""
+
+
+@group.command("build")
+@click.option(
+    "--target", required=True, type=_DIRECTORY, help="Target checkpoint: a Hugging Face directory or a .gguf file."
+)
+@click.option("--drafter", required=True, type=_DIRECTORY, help="Drafter checkpoint: a DeepSpec directory.")
+@click.option("--out", required=True, type=_DIRECTORY, help="Bundle directory to write.")
+@click.option(
+    "--profile",
+    default=DEFAULT_PROFILE,
+    show_default=True,
+    metavar="NAME|FILE",
+    help="A name in engines/profiles or a .toml file.",
+)
+@click.option(
+    "--batch", metavar="1,2,4", help="Fixed batches to build engines for; the largest is the number of slots."
+)
+@click.option(
+    "--window",
+    type=int,
+    help="Context rows the drafter sees (W): block size + 2 to its trained positions.  [default: 2048]",
+)
+@click.option("--max-seq-len", type=int, help="Most tokens of a sequence, prompt included.  [default: 2048]")
+@click.option("--precision", help="Precision of the weights: f32.")
+@click.option("--backend", help="Back end: ort-cpu.")
+@click.option("--overwrite", is_flag=True, help="Replace the bundle at --out, once the new one is complete.")
+def build_command(
+    target: Path,
+    drafter: Path,
+    out: Path,
+    profile: str,
+    batch: str | None,
+    window: int | None,
+    max_seq_len: int | None,
+    precision: str | None,
+    backend: str | None,
+    overwrite: bool,
+) -> None:
+    """Build a bundle from a target and its DSpark drafter."""
+    chosen = override(
+        load_profile(profile),
+        batches=None if batch is None else parse_batches(batch),
+        window=window,
+        max_seq_len=max_seq_len,
+        precision=precision,
+        backend=backend,
+    )
+    with reporter() as progress:
+        report = build(BuildOptions(target, drafter, out, chosen, overwrite), progress)
+    for line in summary(report):
+        click.echo(line)
+
+
+@group.command("inspect")
+@click.argument("directory", type=_DIRECTORY, metavar="DIR")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option(
+    "--check", type=_CHECK, default="quick", show_default=True, help="Check the files' hashes, or sizes only."
+)
+def inspect_bundle(directory: Path, as_json: bool, check: str) -> None:
+    """Tell what a bundle is, needs and can do."""
+    inspect_command(directory, check, as_json)
+
+
+@group.command("validate")
+@click.argument("directory", type=_DIRECTORY, metavar="DIR")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--check", type=_CHECK, default="full", show_default=True, help="Check the files' hashes, or sizes only.")
+def validate_bundle(directory: Path, as_json: bool, check: str) -> int:
+    """Replay the vectors stored in a bundle; exit 1 when a stage differs."""
+    return validate_command(directory, check, as_json)
+
+
+@group.command("doctor")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def doctor(as_json: bool) -> None:
+    """Tell what this machine can build and run, and what is missing."""
+    doctor_command(as_json)
+
+
+def summary(report: BuildReport) -> list[str]:
+    """What to tell after a build: what came out, what it needs, and what to type next."""
+    manifest = report.manifest
+    limits, memory, backend = manifest.limits, manifest.memory, manifest.backend
+    drafts = f"{manifest.serving.max_draft} of {limits.block_size} drafts a round"
+    slots = f"{human_bytes(memory.per_slot)} a slot ({limits.slots} + 1 for padding)"
+    return [
+        f"built     {report.out} in {report.total_seconds:.1f} s (peak memory {human_bytes(report.peak_memory)})",
+        f"size      {human_bytes(report.bundle_bytes)}, {len(manifest.files)} files, identity {manifest.identity[:16]}",
+        f"engines   batches {', '.join(map(str, limits.batches))}; {backend.name}, {backend.precision}",
+        f"memory    {human_bytes(memory.total)}: weights {human_bytes(memory.weights)}, {slots}",
+        f"ring      window {limits.window}, {human_bytes(memory.ring_per_slot)} a slot",
+        f"limits    {limits.max_seq_len} tokens a sequence; at most {drafts}",
+        f"next      python -m runtime chat {report.out}",
+        f"          dspark-build validate {report.out}",
+    ]

@@ -1,0 +1,65 @@
+"""The pieces that target and drafter share: linear, norm, MLP, and the rotary tables."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from builder.spec import RopeSpec
+
+
+class Linear(nn.Module):
+    """``y = x Wᵀ (+ b)`` over the last axis, run on rows ``[-1, in]`` so that it exports as one Gemm."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(outputs), requires_grad=False) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class RMSNorm(nn.Module):
+    """``x / rms(x) * weight`` over the last axis."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (self.weight.shape[0],), self.weight, self.eps)
+
+
+class SwiGLU(nn.Module):
+    """``down(silu(gate(x)) * up(x))`` with gate and up stacked in one product."""
+
+    def __init__(self, hidden: int, intermediate: int, bias: bool = False) -> None:
+        super().__init__()
+        self.gate_up = Linear(hidden, 2 * intermediate, bias)
+        self.down = Linear(intermediate, hidden, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
+
+
+def rope_tables(rope: RopeSpec, head_dim: int, positions: int) -> tuple[Tensor, Tensor]:
+    """cos and sin ``[positions, head_dim/2]`` in float32, by the same float32 steps as the reference implementations.
+
+    ``llama3`` scaling after the Llama 3.1 release: low frequencies are divided by `factor`, high ones kept, those between
+    blended linearly.
+    """
+    inv = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
+    if rope.kind == "linear":
+        inv = inv / rope.factor
+    elif rope.kind == "llama3":
+        turns = rope.original_max_positions * inv / (2 * math.pi)
+        blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+        inv = torch.lerp(inv / rope.factor, inv, blend.clamp(0, 1))
+    phases = torch.arange(positions).float()[:, None] * inv
+    return phases.cos(), phases.sin()

@@ -1,0 +1,390 @@
+"""Lowering for ONNX Runtime's CPU provider: a slot becomes a binding.
+
+The CPU has no kernel that reads a slot out of whole state for less than a copy of it. So each row of a fixed batch gets state
+inputs of its own (``k_cache.3.row1``), which the session binds to a slot's part of the buffers: no row is gathered, and a step
+costs what is valid, not what the buffers hold.
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from builder.graphs.functions import CHAIN_CONSTANTS, chain_statements, parse_function
+from builder.graphs.ops import CHAIN_OPS, DOMAIN, SIGNATURES
+from builder.passes.base import GraphPass, constant, remove_unused, replace_value
+
+CPU_DOMAIN = "dspark.cpu"
+MICROSOFT = "com.microsoft"
+
+_RING_WRITE = """
+  zero = Constant <value = int64[1] {0}> ()
+  one = Constant <value = int64[1] {1}> ()
+  kept = Slice (rows, zero, count, one)
+  heads = Transpose <perm = [0, 2, 1, 3]> (kept)
+  window = Shape <start = 2, end = 3> (ring)
+  first = Mod (start, window)
+  ring_out = TensorScatter <axis = -2, mode = "circular"> (ring, heads, first)
+"""
+
+# Only rows below min(start, W) can be visible, so only they are read. The mask then drops those too old or never seeded.
+_RING_ATTENTION = """
+  zero = Constant <value = int64[1] {0}> ()
+  zero_scalar = Constant <value = int64 {0}> ()
+  one = Constant <value = int64 {1}> ()
+  axis = Constant <value = int64[1] {2}> ()
+  window = Shape <start = 2, end = 3> (ring_k)
+  end = Min (start, window)
+  end_scalar = Squeeze (end)
+  ring_rows = Range (zero_scalar, end_scalar, one)
+  newest = Sub (start, one)
+  distance = Sub (newest, ring_rows)
+  age = Mod (distance, window)
+  visible = Less (age, valid_len)
+  block = Shape <start = 1, end = 2> (q)
+  true = Constant <value = bool[1] {1}> ()
+  block_visible = Expand (true, block)
+  row_mask = Concat <axis = 0> (visible, block_visible)
+  axes = Constant <value = int64[3] {0, 1, 2}> ()
+  one_row = Unsqueeze (row_mask, axes)
+  unit = Constant <value = int64[2] {1, 1}> ()
+  total = Shape (row_mask)
+  mask_shape = Concat <axis = 0> (unit, block, total)
+  mask = Expand (one_row, mask_shape)
+  q_heads = Transpose <perm = [0, 2, 1, 3]> (q)
+  k_heads = Transpose <perm = [0, 2, 1, 3]> (k)
+  v_heads = Transpose <perm = [0, 2, 1, 3]> (v)
+  ring_keys = Slice (ring_k, zero, end, axis)
+  ring_values = Slice (ring_v, zero, end, axis)
+  keys = Concat <axis = 2> (ring_keys, k_heads)
+  values = Concat <axis = 2> (ring_values, v_heads)
+  attended = Attention (q_heads, keys, values, mask)
+  attended_rows = Transpose <perm = [0, 2, 1, 3]> (attended)
+  flat = Constant <value = int64[3] {0, 0, -1}> ()
+  out = Reshape (attended_rows, flat)
+"""
+
+
+def _chain_body(op_type: str) -> str:
+    """Sampling costs a softmax and a running sum over the vocabulary a slot: taken only when some row samples."""
+    results = ("ids", "rows", "q", "logits")
+
+    def branch(name: str, sample: bool) -> str:
+        statements = chain_statements(op_type, sample).replace(
+            "prev_last, state_last, ids, rows, q, logits = Scan",
+            "prev_last, state_last, " + ", ".join(f"{r}_{name}" for r in results) + " = Scan",
+        )
+        outputs = ", ".join(
+            f"{kind} {r}_{name}" for r, kind in zip(results, ("int64[B, S]", *(["float[B, S, X]"] * 3)), strict=True)
+        )
+        return f"{name} () => ({outputs}) {{ {statements} }}"
+
+    return f"""
+  {CHAIN_CONSTANTS}
+  sampled_int = Cast <to = 6> (sampled)
+  any_int = ReduceMax <keepdims = 0> (sampled_int)
+  any = Cast <to = 9> (any_int)
+  {", ".join(results)} = If (any) <then_branch = {branch("drawn", True)}, else_branch = {branch("best", False)}>
+"""
+
+
+def _function(op_type: str) -> ir.Function:
+    inputs, outputs = SIGNATURES[op_type]
+    if op_type in CHAIN_OPS.values():
+        body = _chain_body(op_type)
+    else:
+        inputs = tuple(i for i in inputs if i != "slot")
+        body = {"RingWrite": _RING_WRITE, "RingAttention": _RING_ATTENTION}[op_type]
+    return ir.serde.deserialize_function(parse_function(CPU_DOMAIN, op_type, inputs, outputs, body))
+
+
+class FixBatch(GraphPass):
+    """Requires: a symbolic leading axis ``b`` on every input that isn't state. Ensures: it is `batch`."""
+
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+
+    def run(self, model: ir.Model) -> None:
+        for value in (*model.graph.inputs, *model.graph.outputs):
+            if value.shape is not None:
+                value.shape = ir.Shape([self.batch if str(d) == "b" else d for d in value.shape])
+
+
+class SlotsToBindings(GraphPass):
+    """Requires: ``dspark`` operators over slot-indexed state, fixed batch.
+
+    Ensures: no input has a slot axis. Each state input ``x`` became ``x.row<r>`` of shape ``[1, …]`` (the taps ``[rows, T·H]``) for each
+    row, ``slot`` is gone, and so are the ``dspark`` operators: attention over the cache is GroupQueryAttention in place, the
+    others are functions of domain ``dspark.cpu``. The target's taps come out a row at a time.
+    """
+
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+
+    def run(self, model: ir.Model) -> None:
+        graph = model.graph
+        self._graph = graph
+        self._rows: dict[ir.Value, list[ir.Value]] = {}
+        self._split: dict[ir.Value, list[ir.Value]] = {}
+        states = [v for v in graph.inputs if (v.name or "").split(".")[0] in _STATE]
+        if any(v.name == "taps" for v in states) and graph.name == "seed":
+            states = [v for v in states if v.name != "taps"]
+        for state in states:
+            self._make_rows(state)
+        if graph.name == "draft":
+            self._gather_taps()
+        for node in list(graph):
+            if node.domain == DOMAIN:
+                self._lower(model, node)
+        for state in states:
+            graph.inputs.remove(state)
+        # All that is left of the slots is their number, which the positions have too.
+        slot = next(v for v in graph.inputs if v.name == "slot")
+        replace_value(graph, slot, next(v for v in graph.inputs if v.name == "start"))
+        graph.inputs.remove(slot)
+        if graph.name == "target":
+            taps = next(v for v in graph.outputs if v.name == "taps")
+            index = graph.outputs.index(taps)
+            graph.outputs[index : index + 1] = self._named(self._row_parts(taps), "taps.row")
+        for function in [f for f in model.functions if f[0] == DOMAIN]:
+            del model.functions[function]
+        remove_unused(graph)
+        model.opset_imports.pop(DOMAIN, None)
+        model.opset_imports.update({CPU_DOMAIN: 1, MICROSOFT: 1})
+
+    def _make_rows(self, state: ir.Value) -> None:
+        if state.shape is None:
+            raise RuntimeError(f"state {state.name!r} has no shape")
+        dims = [*state.shape[1:]] if state.name == "taps" else [1, *state.shape[1:]]
+        rows = [
+            ir.Value(name=f"{state.name}.row{r}", shape=ir.Shape(dims), type=state.type) for r in range(self.batch)
+        ]
+        self._rows[state] = rows
+        at = self._graph.inputs.index(state)
+        self._graph.inputs[at:at] = rows
+
+    def _gather_taps(self) -> None:
+        """taps[slot] is the rows' own taps, stacked, cut to the longest of ``new_len``: no row past it is worth a product."""
+        graph = self._graph
+        taps = next(v for v in self._rows if v.name == "taps")
+        gather = next(use.node for use in taps.uses() if use.node.op_type == "Gather")
+        new_len = next(v for v in graph.inputs if v.name == "new_len")
+        tape = ir.tape.Tape()
+        zero, one, two = (constant(graph, f"const_{i}", [i]) for i in (0, 1, 2))
+        longest = tape.op("ReduceMax", [new_len], {"keepdims": 1})
+        cut = [
+            tape.op("Unsqueeze", [tape.op("Slice", [row, zero, longest, zero]), zero]) for row in self._rows[taps]
+        ]
+        stacked = cut[0] if len(cut) == 1 else tape.op("Concat", cut, {"axis": 0})
+        graph.insert_before(gather, tape.nodes)
+        gathered = gather.outputs[0]
+        replace_value(graph, gathered, stacked)
+        # What was asked of the state's row count is now asked of the stacked rows.
+        for use in list(taps.uses()):
+            if use.node is not gather:
+                use.node.replace_input_with(use.idx, stacked)
+        graph.remove(gather, safe=True)
+        # The slices must come before anything that asks for their shape.
+        first = graph[0]
+        for node in reversed(tape.nodes):
+            graph.remove(node)
+            graph.insert_before(first, [node])
+            first = node
+        del two, one
+
+    def _lower(self, model: ir.Model, node: ir.Node) -> None:
+        if node.op_type == "CachedAttention":
+            self._cached_attention(node)
+            return
+        function = _function(node.op_type)
+        model.functions[function.identifier()] = function
+        if node.op_type in CHAIN_OPS.values():
+            node.domain = CPU_DOMAIN
+            q = node.outputs[2]
+            if q.shape is not None:
+                q.shape = ir.Shape([*q.shape[:2], "columns"])  # V, or 0 where every row is greedy
+            return
+        state_inputs = {"RingWrite": (0,), "RingAttention": (3, 4)}[node.op_type]
+        tape = ir.tape.Tape()
+        results = []
+        for r in range(self.batch):
+            inputs = [
+                self._rows[v][r] if i in state_inputs else self._row_parts(v)[r]
+                for i, v in enumerate(node.inputs[:-1])
+                if v is not None
+            ]
+            results.append(tape.op(node.op_type, inputs, domain=CPU_DOMAIN))
+        out = node.outputs[0]
+        if node.op_type == "RingWrite":
+            self._replace_state(out, results)
+            self._graph.insert_before(node, tape.nodes)
+        else:
+            merged = results[0] if self.batch == 1 else tape.op("Concat", results, {"axis": 0})
+            self._graph.insert_before(node, tape.nodes)
+            replace_value(self._graph, out, merged)
+        self._graph.remove(node, safe=False)
+
+    def _cached_attention(self, node: ir.Node) -> None:
+        q, k, v, k_cache, v_cache, start, _, cos, sin = (x for x in node.inputs if x is not None)
+        if q.shape is None or k.shape is None:
+            raise RuntimeError("CachedAttention without shapes")
+        heads, kv_heads = int(q.shape[2]), int(k.shape[2])
+        packed = _common_split(q, k, v)
+        lengths, totals = self._lengths(start, q)
+        tape = ir.tape.Tape()
+        flat = constant(self._graph, "flat_row", [1, -1, int(q.shape[3]) * heads])
+        outs, new_k, new_v = [], [], []
+        for r in range(self.batch):
+            if packed is not None:
+                query = tape.op("Reshape", [self._row_parts(packed)[r], self._flat(heads + 2 * kv_heads, q)])
+                qkv: list[ir.Value | None] = [query, None, None]
+            else:
+                qkv = [tape.op("Reshape", [self._row_parts(x)[r], self._flat(n, q)]) for x, n in zip((q, k, v), (heads, kv_heads, kv_heads), strict=True)]
+            out, key, value = tape.op_multi_out(
+                "GroupQueryAttention",
+                [*qkv, self._rows[k_cache][r], self._rows[v_cache][r], lengths[r], totals[r], cos, sin],
+                {"num_heads": heads, "kv_num_heads": kv_heads, "do_rotary": 1},
+                domain=MICROSOFT,
+                num_outputs=3,
+            )
+            outs.append(out)
+            new_k.append(key)
+            new_v.append(value)
+        merged = outs[0] if self.batch == 1 else tape.op("Concat", outs, {"axis": 0})
+        self._graph.insert_before(node, tape.nodes)
+        replace_value(self._graph, node.outputs[0], merged)
+        self._replace_state(node.outputs[1], new_k)
+        self._replace_state(node.outputs[2], new_v)
+        self._graph.remove(node, safe=False)
+        del flat
+
+    def _flat(self, heads: int, q: ir.Value) -> ir.Value:
+        if q.shape is None:
+            raise RuntimeError("attention without shapes")
+        width = heads * int(q.shape[3])
+        return constant(self._graph, f"flat_row_{width}", [1, -1, width])
+
+    def _lengths(self, start: ir.Value, q: ir.Value) -> tuple[list[ir.Value], list[ir.Value]]:
+        """GroupQueryAttention's ``seqlens_k`` (total - 1, ``[1]``) and ``total_sequence_length`` (scalar) of each row, int32."""
+        key = start
+        if key not in self._split:
+            graph = self._graph
+            tape = ir.tape.Tape()
+            width = tape.op("Shape", [q], {"start": 1, "end": 2})
+            one = constant(graph, "const_1", [1])
+            lengths = []
+            for part in self._row_parts(start):
+                total = tape.op("Add", [part, width])
+                last = tape.op("Cast", [tape.op("Sub", [total, one])], {"to": ir.DataType.INT32})
+                scalar = tape.op("Squeeze", [tape.op("Cast", [total], {"to": ir.DataType.INT32})])
+                lengths += [last, scalar]
+            producer = q.producer()
+            if producer is None:
+                raise RuntimeError("attention over a graph input")
+            graph.insert_after(producer, tape.nodes)
+            self._split[key] = lengths
+        pairs = self._split[key]
+        return pairs[0::2], pairs[1::2]
+
+    def _row_parts(self, value: ir.Value) -> list[ir.Value]:
+        """The value, ``[b, …]``, as b values ``[1, …]``."""
+        if self.batch == 1:
+            return [value]
+        name = f"{value.name}.parts"
+        cached = self._rows.get(value)
+        if cached is None:
+            tape = ir.tape.Tape()
+            parts = tape.op_multi_out("Split", [value], {"axis": 0, "num_outputs": self.batch}, num_outputs=self.batch)
+            for r, part in enumerate(parts):
+                part.name = f"{name}{r}"
+            producer = value.producer()
+            if producer is None:
+                self._graph.insert_before(self._graph[0], tape.nodes)
+            else:
+                self._graph.insert_after(producer, tape.nodes)
+            cached = self._rows[value] = list(parts)
+        return cached
+
+    def _replace_state(self, out: ir.Value, rows: list[ir.Value]) -> None:
+        """The updated state, an output of the graph and an input of later operators, row by row."""
+        graph = self._graph
+        base = (out.name or "").removesuffix(".new")
+        for r, row in enumerate(rows):
+            row.name, row.type = f"{base}.row{r}.new", out.type
+            if out.shape is not None:
+                row.shape = ir.Shape([1, *out.shape[1:]])
+        self._rows[out] = rows
+        for i, value in enumerate(graph.outputs):
+            if value is out:
+                graph.outputs[i : i + 1] = rows
+                break
+
+    def _named(self, parts: list[ir.Value], prefix: str) -> list[ir.Value]:
+        for r, part in enumerate(parts):
+            part.name = f"{prefix}{r}"
+        return parts
+
+
+_STATE = ("k_cache", "v_cache", "ring_k", "ring_v", "taps")
+
+
+def _common_split(q: ir.Value, k: ir.Value, v: ir.Value) -> ir.Value | None:
+    """The packed projection that q, k and v were split from, if nothing happened to them since."""
+    node = q.producer()
+    if node is None or node.op_type != "Split" or k.producer() is not node or v.producer() is not node:
+        return None
+    return node.inputs[0]
+
+
+class FuseMatMul(GraphPass):
+    """Requires: products with weights as ``MatMul(x, Transpose(W))``, as torch exports linear layers.
+
+    Ensures: each is ``FusedMatMul(x, W, transB=1)``: no transposed copy, and an lm_head that is also the embedding stays one
+    tensor.
+    """
+
+    def run(self, model: ir.Model) -> None:
+        for node in list(model.graph):
+            if node.op_type != "MatMul" or node.domain:
+                continue
+            weight = node.inputs[1]
+            transpose = weight.producer() if weight is not None else None
+            if transpose is None or transpose.op_type != "Transpose":
+                continue
+            node.replace_input_with(1, transpose.inputs[0])
+            node.op_type, node.domain = "FusedMatMul", MICROSOFT
+            node.attributes["transB"] = ir.AttrInt64("transB", 1)
+        remove_unused(model.graph)
+
+
+class FuseSkipNorm(GraphPass):
+    """Requires: ``s = Add(x, y)`` read by one RMSNormalization and by others.
+
+    Ensures: one SkipSimplifiedLayerNormalization gives both the sum and its norm.
+    """
+
+    def run(self, model: ir.Model) -> None:
+        graph = model.graph
+        for norm in list(graph):
+            if norm.op_type != "RMSNormalization":
+                continue
+            total, gamma = norm.inputs[0], norm.inputs[1]
+            add = total.producer() if total is not None else None
+            if total is None or add is None or add.op_type != "Add" or gamma is None:
+                continue
+            if sum(use.node.op_type == "RMSNormalization" for use in total.uses()) != 1:
+                continue
+            tape = ir.tape.Tape()
+            out, _, _, summed = tape.op_multi_out(
+                "SkipSimplifiedLayerNormalization",
+                [*add.inputs, gamma],
+                {"epsilon": norm.attributes["epsilon"].as_float()},
+                domain=MICROSOFT,
+                num_outputs=4,
+            )
+            for new, old in ((out, norm.outputs[0]), (summed, total)):
+                new.name, new.shape, new.type = old.name, old.shape, old.type
+            graph.insert_before(add, tape.nodes)
+            replace_value(graph, norm.outputs[0], out)
+            replace_value(graph, total, summed)
+            graph.remove(norm, safe=True)
+            graph.remove(add, safe=True)

@@ -1,0 +1,234 @@
+"""Build profiles: the sizes and defaults of a bundle, from a TOML file and the command line, fitted to a pair of
+models.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from math import isfinite
+from pathlib import Path
+
+from builder.spec import DrafterSpec, TargetSpec
+from runtime.errors import ProfileError
+from runtime.machine import human_bytes
+from runtime.manifest import Limits, Memory, Serving
+
+PROFILES = Path(__file__).resolve().parent.parent / "engines" / "profiles"
+DEFAULT_PROFILE = "cpu"
+ITEM_BYTES = {"f32": 4}
+"""Precisions that can be built, with the bytes of a weight."""
+
+_BATCH_MAX = 1024
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What to build, before the models are known.
+
+    `batches` are the fixed batches; `slots` the requests that state is kept for (None: the largest batch). `window` and
+    `max_seq_len` are fitted to the models with a warning, unless named in `explicit`: then a value that doesn't fit is
+    an error. `prefill_chunk` and `max_draft` are upper bounds (`max_draft` None: the drafter's whole block). A draft is
+    cut before the first confidence below `confidence_threshold`.
+    """
+
+    name: str = DEFAULT_PROFILE
+    backend: str = "ort-cpu"
+    precision: str = "f32"
+    batches: tuple[int, ...] = (1,)
+    slots: int | None = None
+    window: int = 2048
+    max_seq_len: int = 2048
+    prefill_chunk: int = 256
+    max_draft: int | None = None
+    confidence_threshold: float = 0.0
+    explicit: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class _Bounds:
+    low: int
+    high: int
+    meaning: str
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """A profile fitted to a pair of models; `warnings` say what was changed or needs attention."""
+
+    limits: Limits
+    serving: Serving
+    warnings: tuple[str, ...]
+
+
+def load_profile(name_or_path: str) -> Profile:
+    """The profile of that name in engines/profiles, or in the file of that path (anything with a ``/`` or ending in
+    ``.toml``).
+
+    Raises ProfileError naming the file and key.
+    """
+    path = Path(name_or_path)
+    if "/" not in name_or_path and path.suffix != ".toml":
+        path = PROFILES / f"{name_or_path}.toml"
+        if not path.is_file():
+            known = ", ".join(sorted(file.stem for file in PROFILES.glob("*.toml"))) or "none"
+            remedy = "Or pass the path of a .toml file"
+            raise ProfileError(f"--profile {name_or_path}", "no such profile", expected=known, remedy=remedy)
+    try:
+        data = tomllib.loads(path.read_bytes().decode("utf-8"))
+    except OSError as error:
+        raise ProfileError(path, f"can't be read ({error.strerror})") from None
+    except ValueError as error:
+        raise ProfileError(path, f"is not valid TOML ({error})") from None
+    return _from_toml(data, path)
+
+
+def _from_toml(data: Mapping[str, object], path: Path) -> Profile:
+    known = {field.name for field in fields(Profile)} - {"name", "explicit"}
+    values: dict[str, object] = {"name": path.stem}
+    for key, value in data.items():
+        if key not in known:
+            raise ProfileError(path, f"key {key!r} is unknown", expected=", ".join(sorted(known)))
+        values[key] = _typed(key, value, path)
+    return Profile(**values)  # type: ignore[arg-type]  # every key and type was checked above
+
+
+def _typed(key: str, value: object, path: Path) -> object:
+    if key in ("backend", "precision"):
+        if isinstance(value, str):
+            return value
+        raise ProfileError(path, f"key {key!r} is ill-typed", expected="a string", found=repr(value))
+    if key == "batches":
+        if isinstance(value, list) and all(type(item) is int for item in value):
+            return tuple(value)
+        raise ProfileError(path, f"key {key!r} is ill-typed", expected="a list of integers", found=repr(value))
+    if key == "confidence_threshold":
+        if type(value) in (int, float):
+            return float(str(value))
+        raise ProfileError(path, f"key {key!r} is ill-typed", expected="a number", found=repr(value))
+    if type(value) is int:
+        return value
+    raise ProfileError(path, f"key {key!r} is ill-typed", expected="an integer", found=repr(value))
+
+
+def override(profile: Profile, **changes: object) -> Profile:
+    """`profile` with the values given on the command line; None leaves a value alone. Those given count as explicit."""
+    given = {key: value for key, value in changes.items() if value is not None}
+    explicit = profile.explicit | given.keys()
+    # A profile's slots belong to its own batches.
+    if "batches" in given and "slots" not in given:
+        given["slots"] = None
+    return replace(profile, explicit=explicit, **given)  # type: ignore[arg-type]
+
+
+def parse_batches(text: str) -> tuple[int, ...]:
+    """``"1,2,4"`` as (1, 2, 4). Raises ProfileError when it isn't a list of integers; their values are checked by
+    `resolve`.
+    """
+    try:
+        return tuple(int(item) for item in text.split(","))
+    except ValueError:
+        raise ProfileError(
+            "--batch", "is no list of batches", expected="numbers such as 1,2,4", found=repr(text)
+        ) from None
+
+
+def resolve(profile: Profile, target: TargetSpec, drafter: DrafterSpec) -> Resolution:
+    """Fit `profile` to the models. Raises ProfileError naming the option, its bounds and what was found."""
+    warnings: list[str] = []
+    if profile.precision not in ITEM_BYTES:
+        raise ProfileError(
+            "--precision", "can't be built", expected=", ".join(ITEM_BYTES), found=repr(profile.precision)
+        )
+    batches, slots = _batches(profile)
+    block = drafter.block_size
+    bounds = _Bounds(block + 2, drafter.max_positions, "from block size + 2 to the drafter's max_position_embeddings")
+    window = _fit(profile, "window", bounds, warnings)
+    bounds = _Bounds(2, target.max_positions, "from 2 to the target's max_position_embeddings")
+    max_seq_len = _fit(profile, "max_seq_len", bounds, warnings)
+    if max_seq_len + block > drafter.max_positions:
+        warnings.append(
+            f"--max-seq-len {max_seq_len} + block size {block} exceeds the {drafter.max_positions} positions "
+            "the drafter was trained for: beyond them drafts are accepted less often (the output stays the same)"
+        )
+    if profile.prefill_chunk < 1:
+        raise ProfileError(
+            "prefill_chunk", "is out of bounds", expected=f"1 to the window ({window})", found=profile.prefill_chunk
+        )
+    max_draft = block if profile.max_draft is None else profile.max_draft
+    if max_draft < 1:
+        raise ProfileError("max_draft", "is out of bounds", expected=f"1 to the block size ({block})", found=max_draft)
+    threshold = profile.confidence_threshold
+    if not (isfinite(threshold) and 0 <= threshold <= 1):
+        raise ProfileError("confidence_threshold", "is out of bounds", expected="0 to 1", found=threshold)
+    limits = Limits(batches, slots, window, max_seq_len, block, min(profile.prefill_chunk, window, max_seq_len))
+    return Resolution(limits, Serving(min(max_draft, block), threshold), tuple(warnings))
+
+
+def _batches(profile: Profile) -> tuple[tuple[int, ...], int]:
+    batches = profile.batches
+    found = ",".join(map(str, batches)) or "none"
+    if not batches or min(batches) < 1 or max(batches) > _BATCH_MAX:
+        raise ProfileError("--batch", "is out of bounds", expected=f"batches from 1 to {_BATCH_MAX}", found=found)
+    if list(batches) != sorted(set(batches)):
+        raise ProfileError(
+            "--batch",
+            "must be ascending without repeats",
+            expected=",".join(map(str, sorted(set(batches)))),
+            found=found,
+        )
+    slots = batches[-1] if profile.slots is None else profile.slots
+    if slots < batches[-1]:
+        raise ProfileError("slots", "is less than the largest batch", expected=f"{batches[-1]} or more", found=slots)
+    return batches, slots
+
+
+def _fit(profile: Profile, name: str, bounds: _Bounds, warnings: list[str]) -> int:
+    """A size within `bounds`: an explicit one must lie there, a profile's default is clamped with a warning."""
+    value: int = getattr(profile, name)
+    option = f"--{name.replace('_', '-')}"
+    if bounds.low > bounds.high:
+        raise ProfileError(
+            option,
+            "has no value that fits these models",
+            expected=bounds.meaning,
+            found=f"{bounds.low} to {bounds.high}",
+        )
+    if bounds.low <= value <= bounds.high:
+        return value
+    if name in profile.explicit:
+        raise ProfileError(
+            option, "is out of bounds", expected=f"{bounds.low} to {bounds.high} ({bounds.meaning})", found=value
+        )
+    clamped = min(max(value, bounds.low), bounds.high)
+    warnings.append(f"{option} {value} of profile {profile.name!r} became {clamped}: it goes {bounds.meaning}")
+    return clamped
+
+
+def memory_needed(target: TargetSpec, drafter: DrafterSpec, limits: Limits, weights: int) -> Memory:
+    """Bytes that serving takes: `weights` once, and float32 state for every slot and the scratch slot.
+
+    A slot holds the target's K/V ``[kv_heads, max_seq_len+B, head_dim]`` and the ring's ``[kv_heads, W, head_dim]``, K
+    and V of each layer, and the taps ``[B+1, T·H]``.
+    """
+    rows = limits.max_seq_len + limits.block_size
+    cache = target.num_layers * 2 * target.num_kv_heads * rows * target.head_dim * 4
+    ring = drafter.num_layers * 2 * drafter.num_kv_heads * limits.window * drafter.head_dim * 4
+    taps = (limits.block_size + 1) * len(drafter.taps) * target.hidden_size * 4
+    per_slot = cache + ring + taps
+    return Memory(weights, per_slot, ring, weights + (limits.slots + 1) * per_slot)
+
+
+def check_memory(memory: Memory, limits: Limits, available: int | None) -> None:
+    """Raise ProfileError when serving would need more than `available` bytes (None: unknown, unchecked)."""
+    if available is None or memory.total <= available:
+        return
+    slots = f"{limits.slots + 1} slots of {human_bytes(memory.per_slot)}"
+    raise ProfileError(
+        "memory",
+        "the bundle would need more than is free on this machine",
+        expected=f"{human_bytes(memory.total)} (weights {human_bytes(memory.weights)}, {slots})",
+        found=human_bytes(available),
+        remedy="Choose a smaller --batch, --max-seq-len or --window",
+    )

@@ -1,0 +1,119 @@
+"""``python -m runtime chat|validate|inspect|doctor``: needs the runtime's own packages only."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from runtime.bundle import Check
+from runtime.console import EXIT_ERROR, guarded
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse `arguments` (default: the process's) and run; returns the exit code. Usage errors exit with 2."""
+    options = _parser().parse_args(arguments)
+    return guarded(lambda: _COMMANDS[options.command](options), extra="")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m runtime", description="Use and examine DSpark bundles.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, text in (
+        ("chat", "talk with a bundle in the terminal"),
+        ("validate", "replay the vectors stored in a bundle"),
+        ("inspect", "what a bundle is, needs and can do"),
+    ):
+        command = commands.add_parser(name, help=text, description=text)
+        command.add_argument("bundle", type=Path, metavar="DIR")
+        default = "quick" if name == "inspect" else "full"
+        command.add_argument(
+            "--check",
+            choices=("full", "quick"),
+            default=default,
+            help=f"files' hashes or sizes only (default {default})",
+        )
+        if name == "chat":
+            _chat_arguments(command)
+        else:
+            command.add_argument("--json", action="store_true", help="print JSON")
+    doctor = commands.add_parser("doctor", help="what this machine can build and run")
+    doctor.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def _chat_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--max-new-tokens", type=int, default=512, help="tokens an answer may have (default 512)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (default)")
+    parser.add_argument(
+        "--top-p", type=float, default=1.0, help="sample from the likeliest tokens of this total probability"
+    )
+    parser.add_argument("--seed", type=int, default=None, help="makes sampling repeatable")
+    parser.add_argument("--max-draft", type=int, default=None, help="drafts a round at most (default: the bundle's)")
+    parser.add_argument("--no-speculate", dest="speculate", action="store_false", help="plain decoding")
+    parser.add_argument("--system", default=None, help="system message")
+
+
+def _chat(options: argparse.Namespace) -> int | None:
+    from runtime import chat
+
+    return chat.main(options)
+
+
+def _validate(options: argparse.Namespace) -> int:
+    return validate_command(options.bundle, options.check, options.json)
+
+
+def _inspect(options: argparse.Namespace) -> None:
+    inspect_command(options.bundle, options.check, options.json)
+
+
+def _doctor(options: argparse.Namespace) -> None:
+    doctor_command(options.json)
+
+
+def validate_command(path: Path, check: str, as_json: bool) -> int:
+    """Print the report of `runtime.validate.run`; returns 1 when a stage failed."""
+    from runtime import validate
+    from runtime.manifest import to_plain
+
+    report = validate.run(path, check=check)
+    if as_json:
+        _print_json(to_plain(report))
+    else:
+        for line in report.lines():
+            print(line)
+    return 0 if report.passed else EXIT_ERROR
+
+
+def inspect_command(path: Path, check: str, as_json: bool) -> None:
+    """Print what the bundle at `path` is."""
+    from runtime import inspect
+
+    kind: Check = "full" if check == "full" else "quick"
+    if as_json:
+        _print_json(inspect.inspect(path, kind))
+    else:
+        print("\n".join(inspect.describe(path, kind)))
+
+
+def doctor_command(as_json: bool) -> None:
+    """Print what this machine can do."""
+    from runtime import doctor
+
+    if as_json:
+        _print_json(doctor.examine())
+    else:
+        print("\n".join(doctor.describe()))
+
+
+def _print_json(data: object) -> None:
+    print(json.dumps(data, indent=2, sort_keys=True))
+
+
+_COMMANDS = {"chat": _chat, "validate": _validate, "inspect": _inspect, "doctor": _doctor}
+
+if __name__ == "__main__":
+    sys.exit(main())

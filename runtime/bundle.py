@@ -1,0 +1,181 @@
+"""Opening a bundle: is it whole, unaltered, of this version, and can this machine run it? All of it before any
+allocation.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Literal
+
+from runtime import machine
+from runtime.errors import BackendUnavailable, BundleError
+from runtime.libraries import BACKENDS, installed, release
+from runtime.machine import human_bytes
+from runtime.manifest import (
+    MANIFEST_NAME,
+    NOT_A_BUNDLE,
+    OUTSIDE_IDENTITY,
+    REBUILD,
+    FileEntry,
+    Manifest,
+    identity_of,
+    loads,
+)
+
+Check = Literal["full", "quick"]
+
+_READ_BYTES = 1 << 20
+_THREADED_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A bundle that has been checked. `path` is absolute, so it holds from any working directory."""
+
+    path: Path
+    manifest: Manifest
+
+    def file(self, name: str) -> Path:
+        """The path of one of the bundle's files. Raises BundleError when the manifest doesn't list it."""
+        if name not in self.manifest.files:
+            raise BundleError(self.path / MANIFEST_NAME, f"lists no file {name!r}", remedy=REBUILD)
+        return self.path / name
+
+
+def open_bundle(path: str | os.PathLike[str], check: Check = "full") -> Bundle:
+    """Read a bundle's manifest and check its files.
+
+    ``full`` compares the sha256 of every file, ``quick`` only their sizes. Either way the manifest's own identity hash
+    is checked, and no file may lie outside the directory. Raises BundleError naming the file or key at fault.
+    """
+    if check not in ("full", "quick"):
+        raise ValueError(f"check: expected 'full' or 'quick', found {check!r}")
+    root = Path(os.path.abspath(path))
+    manifest = _read_manifest(root)
+    for engine in manifest.engines:
+        if engine.file not in manifest.files:
+            raise BundleError(
+                root / MANIFEST_NAME, f"engine file {engine.file!r} isn't among its files", remedy=REBUILD
+            )
+    paths = {name: _locate(root, name, entry) for name, entry in manifest.files.items()}
+    if check == "full":
+        _check_hashes(paths, manifest)
+    return Bundle(root, manifest)
+
+
+def _read_manifest(root: Path) -> Manifest:
+    where = root / MANIFEST_NAME
+    if not os.path.lexists(root):
+        raise BundleError(root, "does not exist", remedy=NOT_A_BUNDLE)
+    if not root.is_dir():
+        raise BundleError(root, "is not a bundle", expected="a directory", found="a file", remedy=NOT_A_BUNDLE)
+    try:
+        text = where.read_bytes().decode("ascii")
+    except FileNotFoundError:
+        raise BundleError(root, f"is not a bundle: it has no {MANIFEST_NAME}", remedy=NOT_A_BUNDLE) from None
+    except UnicodeDecodeError as error:
+        raise BundleError(where, f"is damaged: no ASCII text at byte {error.start}", remedy=REBUILD) from None
+    except OSError as error:
+        raise BundleError(where, f"can't be read ({error.strerror})") from None
+    manifest = loads(text, str(where))
+    identity = identity_of(manifest)
+    if identity != manifest.identity:
+        expected, found = f"identity {identity[:12]}…", f"{manifest.identity[:12]}…"
+        raise BundleError(where, "was altered after the build", expected=expected, found=found, remedy=REBUILD)
+    return manifest
+
+
+def _locate(root: Path, name: str, entry: FileEntry) -> Path:
+    """The path of file `name` after checking that it lies in the bundle, is a regular file, and has its size."""
+    parts = PurePosixPath(name).parts
+    foreign = not parts or name.startswith("/") or ".." in parts or any(character in name for character in "\\\0")
+    if foreign or name in (MANIFEST_NAME, *OUTSIDE_IDENTITY):
+        where, problem = root / MANIFEST_NAME, f"file name {name!r} is not allowed"
+        raise BundleError(where, problem, expected="a path inside the bundle", remedy=REBUILD)
+    path = root.joinpath(*parts)
+    try:
+        if not path.resolve(strict=True).is_relative_to(root.resolve()):
+            raise BundleError(path, "leads outside the bundle", expected="a file in it, not a link", remedy=REBUILD)
+        found = path.stat()
+    except FileNotFoundError:
+        raise BundleError(path, "is missing from the bundle", remedy=REBUILD) from None
+    except OSError as error:
+        raise BundleError(path, f"can't be read ({error.strerror})") from None
+    if not stat.S_ISREG(found.st_mode):
+        raise BundleError(path, "is no regular file", remedy=REBUILD)
+    if found.st_size != entry.size:
+        problem = "is truncated" if found.st_size < entry.size else "is longer than when it was built"
+        raise BundleError(path, problem, expected=f"{entry.size} bytes", found=f"{found.st_size}", remedy=REBUILD)
+    return path
+
+
+def _check_hashes(paths: dict[str, Path], manifest: Manifest) -> None:
+    # hashlib releases the GIL, so large files are hashed side by side; small ones aren't worth a thread.
+    large = {name: path for name, path in paths.items() if manifest.files[name].size >= _THREADED_BYTES}
+    with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
+        pending = {name: pool.submit(hash_file, path) for name, path in large.items()}
+        for name, path in paths.items():
+            try:
+                found = pending[name].result() if name in pending else hash_file(path)
+            except OSError as error:
+                raise BundleError(path, f"can't be read ({error.strerror})") from None
+            wanted = manifest.files[name].sha256
+            if found != wanted:
+                expected, problem = f"sha256 {wanted[:12]}…", "was altered after the build"
+                raise BundleError(path, problem, expected=expected, found=f"{found[:12]}…", remedy=REBUILD)
+
+
+def hash_file(path: Path) -> str:
+    """The sha256 (hex) of a file, read in large pieces. Raises OSError."""
+    digest = hashlib.sha256()
+    buffer = bytearray(_READ_BYTES)
+    view = memoryview(buffer)
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(view[:count])
+    return digest.hexdigest()
+
+
+def check_machine(bundle: Bundle, available: int | None = None) -> None:
+    """Can this machine run `bundle`? Nothing is imported or allocated.
+
+    `available` is the memory to count on in bytes (default: what the machine tells; unknown memory isn't checked).
+    Raises BackendUnavailable (library missing or too old, back end unknown here) or BundleError (not enough memory).
+    """
+    backend = bundle.manifest.backend
+    where = bundle.path
+    if backend.name not in BACKENDS or not BACKENDS[backend.name].supported:
+        here = ", ".join(name for name, known in BACKENDS.items() if known.supported)
+        raise BackendUnavailable(
+            where,
+            f"back end {backend.name!r} can't run in this version",
+            expected=here,
+            remedy="Rebuild with --backend ort-cpu",
+        )
+    packages = BACKENDS[backend.name].libraries
+    found = next((version for version in map(installed, packages) if version), None)
+    remedy = f"pip install '{packages[0]}>={backend.version}'"
+    if found is None:
+        raise BackendUnavailable(where, f"needs {backend.library}, which is not installed", remedy=remedy)
+    if release(found) < release(backend.version):
+        wanted = f"{backend.library} >= {backend.version}"
+        raise BackendUnavailable(
+            where, f"{backend.library} is older than the build's", expected=wanted, found=found, remedy=remedy
+        )
+    if available is None:
+        available = machine.available_memory()
+    memory = bundle.manifest.memory
+    if available is not None and memory.total > available:
+        limits = bundle.manifest.limits
+        raise BundleError(
+            where,
+            "needs more memory than is free",
+            expected=f"{human_bytes(memory.total)} ({limits.slots} slots of {human_bytes(memory.per_slot)})",
+            found=human_bytes(available),
+            remedy="Rebuild with fewer slots (--batch) or a smaller --max-seq-len or --window, or free some memory",
+        )

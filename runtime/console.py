@@ -1,0 +1,57 @@
+"""How both command lines end: a user's mistake is one line on stderr and exit code 1, never a traceback."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from collections.abc import Callable
+
+from runtime.errors import DSparkError
+from runtime.version import DISTRIBUTION
+
+EXIT_ERROR, EXIT_INTERRUPTED = 1, 130
+
+
+def guarded(command: Callable[[], int | None], extra: str) -> int:
+    """Run `command` and return the exit code; errors become one line on stderr (``DSPARK_DEBUG=1`` shows the
+    traceback).
+
+    `extra` is the optional dependency set that brings a package found to be missing (empty: the base installation).
+    """
+    debug = os.environ.get("DSPARK_DEBUG", "") not in ("", "0")
+    try:
+        return command() or 0
+    except BrokenPipeError:
+        # The reader (head, less) went away; point stdout elsewhere so that the interpreter's last flush doesn't
+        # complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_ERROR
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except (DSparkError, OSError, ImportError, MemoryError) as error:
+        if debug:
+            raise
+        line = describe(error, extra)
+        if line is None:
+            raise
+        print(f"error: {line}", file=sys.stderr)
+        return EXIT_ERROR
+
+
+def describe(error: BaseException, extra: str) -> str | None:
+    """The one line for an error that a user can mend, or None for one that is a fault of the program."""
+    if isinstance(error, DSparkError):
+        return str(error)
+    if isinstance(error, OSError):
+        where = f"{error.filename}: " if error.filename is not None else ""
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            return f"{where}the disk is full; nothing was changed. Free some space, or choose another --out"
+        return f"{where}{error.strerror or ' '.join(str(error).split()) or type(error).__name__}"
+    if isinstance(error, MemoryError):
+        return "out of memory. Free some memory, or choose a smaller --batch, --max-seq-len or --window"
+    if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith(("builder", "runtime")):
+        package = f"{DISTRIBUTION}[{extra}]" if extra else DISTRIBUTION
+        return f"{error.name.partition('.')[0]} is not installed. pip install '{package}'"
+    return None

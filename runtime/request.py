@@ -1,0 +1,213 @@
+"""What a caller asks of the engine, and what comes back."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from runtime.errors import RequestError
+from runtime.manifest import Limits
+from runtime.sampling import SamplingParams
+
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """One sequence to generate. Values are checked here; `check` adds what depends on the engine.
+
+    Args:
+        prompt_ids: token ids, at least one.
+        max_new_tokens: most tokens to generate; 0 gives an empty result.
+        sampling: how tokens are chosen.
+        stop: strings that end the text; they are cut from it.
+        stop_token_ids: ids that end the sequence, besides the model's own.
+        ignore_eos: don't stop at the model's end-of-sequence ids.
+        speculate: False decodes plainly, one token a step; the output is the same.
+        max_draft: most drafts a round, 0 … block size; None takes the bundle's default.
+        confidence_threshold: drafts are cut before the first confidence below it, in [0, 1]; None takes the bundle's
+            default.
+        stream: tells requests of the same seed apart in the random numbers, 0 … 2⁶⁴-1.
+
+    Raises:
+        RequestError: a value of the wrong type or out of its range.
+    """
+
+    prompt_ids: tuple[int, ...]
+    max_new_tokens: int = 128
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    speculate: bool = True
+    max_draft: int | None = None
+    confidence_threshold: float | None = None
+    stream: int = 0
+
+    def __post_init__(self) -> None:
+        def put(name: str, value: object) -> None:
+            object.__setattr__(self, name, value)
+
+        put("prompt_ids", _ids("prompt", self.prompt_ids))
+        if not self.prompt_ids:
+            raise RequestError(
+                "prompt", "empty", expected="at least one token", remedy="Start from a BOS token or some text."
+            )
+        put("max_new_tokens", _integer("max_new_tokens", self.max_new_tokens, 0))
+        if not isinstance(self.sampling, SamplingParams):
+            raise RequestError("sampling", "wrong type", expected="SamplingParams", found=type(self.sampling).__name__)
+        put("stop", stop_strings(self.stop))
+        put("stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))
+        for name in ("ignore_eos", "speculate"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(name, "wrong type", expected="True or False", found=repr(getattr(self, name)))
+        if self.max_draft is not None:
+            put("max_draft", _integer("max_draft", self.max_draft, 0))
+        if self.confidence_threshold is not None:
+            threshold = self.confidence_threshold
+            if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not 0 <= threshold <= 1:
+                raise RequestError("confidence_threshold", "not a probability", expected="0 … 1", found=repr(threshold))
+            put("confidence_threshold", float(threshold))
+        put("stream", _integer("stream", self.stream, 0))
+        if self.stream >= 2**64:
+            raise RequestError("stream", "out of range", expected="0 … 2^64-1", found=self.stream)
+
+    def check(self, limits: Limits, vocab_size: int) -> None:
+        """Refuse what an engine of these limits can't serve.
+
+        Raises:
+            RequestError: a prompt that leaves no room for a token, an id outside the vocabulary, `max_draft` above the
+                block.
+        """
+        if len(self.prompt_ids) > limits.max_seq_len - 1:
+            raise RequestError(
+                "prompt",
+                "longer than the engine serves",
+                expected=f"at most {limits.max_seq_len - 1} tokens",
+                found=len(self.prompt_ids),
+                remedy="Shorten it, or build the bundle with a larger --max-seq-len.",
+            )
+        for name, ids in (("prompt", self.prompt_ids), ("stop_token_ids", self.stop_token_ids)):
+            if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
+                outside = next(token for token in ids if not 0 <= token < vocab_size)
+                raise RequestError(
+                    name, "an id outside the vocabulary", expected=f"0 … {vocab_size - 1}", found=outside
+                )
+        if self.max_draft is not None and self.max_draft > limits.block_size:
+            raise RequestError(
+                "max_draft", "more than a block holds", expected=f"0 … {limits.block_size}", found=self.max_draft
+            )
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Wall time of a request by stage. `host` is what its steps took outside the inference library."""
+
+    prefill: float
+    draft: float
+    verify: float
+    host: float
+
+
+@dataclass(frozen=True)
+class Stats:
+    """How a request went.
+
+    `rounds` is the number of verify calls; `proposed` and `accepted` hold each round's drafts. `tokens_per_round` is τ:
+    tokens emitted by rounds (not by the prefill) over rounds, 0 without rounds. ``acceptance_by_position[j]`` is, of
+    the rounds that proposed a draft j, the share that accepted it.
+    """
+
+    rounds: int
+    proposed: list[int]
+    accepted: list[int]
+    tokens_per_round: float
+    acceptance_by_position: list[float]
+    seconds: Seconds
+
+
+@dataclass(frozen=True)
+class Result:
+    """What was generated: `text` without the stop, `token_ids` with it. `text` is empty for an engine without a
+    tokenizer."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    stats: Stats
+
+
+@dataclass
+class StatsRecorder:
+    """Collects the `Stats` of a running request; the engine adds seconds to the fields of the stages."""
+
+    proposed: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    emitted: int = 0
+    prefill: float = 0.0
+    draft: float = 0.0
+    verify: float = 0.0
+    host: float = 0.0
+
+    def round(self, proposed: int, accepted: int, emitted: int) -> None:
+        """Note one verify call: drafts proposed and accepted, tokens emitted."""
+        self.proposed.append(proposed)
+        self.accepted.append(accepted)
+        self.emitted += emitted
+
+    def freeze(self) -> Stats:
+        rounds = len(self.proposed)
+        # Position by position, over the rounds that reached it: both lists are short, and this runs once a request.
+        by_position = [
+            sum(a > j for a in self.accepted) / sum(n > j for n in self.proposed)
+            for j in range(max(self.proposed, default=0))
+        ]
+        return Stats(
+            rounds=rounds,
+            proposed=list(self.proposed),
+            accepted=list(self.accepted),
+            tokens_per_round=self.emitted / rounds if rounds else 0.0,
+            acceptance_by_position=by_position,
+            seconds=Seconds(self.prefill, self.draft, self.verify, self.host),
+        )
+
+
+def stop_strings(value: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Return stop strings as a tuple, from one string, several or None.
+
+    Raises:
+        RequestError: something that isn't a string, or an empty one (it would stop before the first token).
+    """
+    if value is None:
+        return ()
+    if isinstance(value, str):
+        value = (value,)
+    if not isinstance(value, list | tuple):
+        raise RequestError("stop", "wrong type", expected="a string or a list of strings", found=type(value).__name__)
+    for item in value:
+        if not isinstance(item, str) or not item:
+            raise RequestError("stop", "not a stop string", expected="non-empty strings", found=repr(item))
+    return tuple(value)
+
+
+def _integer(name: str, value: object, least: int) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise RequestError(name, "not an integer", expected=f"an integer ≥ {least}", found=repr(value))
+    number = operator.index(value)
+    if number < least:
+        raise RequestError(name, "out of range", expected=f"≥ {least}", found=number)
+    return number
+
+
+def _ids(name: str, value: object) -> tuple[int, ...]:
+    """Token ids as a tuple of plain ints (numpy integers are converted; booleans and floats are refused)."""
+    if value is None:
+        return ()
+    if isinstance(value, str | bytes) or not isinstance(value, Iterable):
+        raise RequestError(name, "not token ids", expected="a sequence of integers", found=type(value).__name__)
+    ids = tuple(value)
+    if set(map(type, ids)) <= {int}:  # the common case, without a Python loop over a long prompt
+        return ids
+    return tuple(_integer(f"{name}[{i}]", token, 0) for i, token in enumerate(ids))

@@ -1,0 +1,111 @@
+"""One request while it runs: what it may still emit, its random numbers, its text, its statistics. No model, no slot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.manifest import Manifest
+from runtime.request import FinishReason, Request, Result, StatsRecorder
+from runtime.sampling import Float, Purpose, draw, uniforms, uniforms32
+from runtime.text import TextStream, Tokenizer
+from runtime.verify import emit
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a stream yields: new `token_ids`, and the `text` that became certain with them (maybe empty)."""
+
+    text: str
+    token_ids: tuple[int, ...]
+
+
+class Sequence:
+    """A running request.
+
+    Args:
+        request: checked, with a seed.
+        manifest: of the bundle that serves it.
+        tokenizer: None serves ids only; `text` then stays empty.
+    """
+
+    def __init__(self, request: Request, manifest: Manifest, tokenizer: Tokenizer | None) -> None:
+        limits, serving = manifest.limits, manifest.serving
+        self.request = request
+        self.sampling = request.sampling
+        self.threshold = (
+            serving.confidence_threshold if request.confidence_threshold is None else request.confidence_threshold
+        )
+        self.recorder = StatsRecorder()
+        self.finished: FinishReason | None = None
+        self.tokens: list[int] = []
+        self._max_draft = serving.max_draft if request.max_draft is None else request.max_draft
+        eos = () if request.ignore_eos else manifest.models.eos_token_ids
+        self._stop_ids = frozenset((*eos, *request.stop_token_ids))
+        self._limit = min(request.max_new_tokens, limits.max_seq_len - len(request.prompt_ids))
+        self._text_stream = None if tokenizer is None else TextStream(tokenizer, request.stop)
+        self._text: list[str] = []
+        self._taken = (0, 0)
+
+    @property
+    def bonus(self) -> int:
+        """The newest committed token, on which the target has not run yet."""
+        return self.tokens[-1]
+
+    def draft_cap(self) -> int:
+        """Most drafts worth verifying now: each round commits one token more than it accepts."""
+        if not self.request.speculate:
+            return 0
+        return min(self._max_draft, self._limit - len(self.tokens) - 1)
+
+    def draft_uniforms(self, start: int, n: int) -> NDArray[np.float32]:
+        return uniforms32(self._seed, self.request.stream, start, Purpose.DRAFT, n)
+
+    def accept_uniforms(self, start: int, n: int) -> tuple[NDArray[np.float64], float]:
+        """The round's acceptance tests and its final draw."""
+        final = float(uniforms(self._seed, self.request.stream, start, Purpose.FINAL)[0])
+        return uniforms(self._seed, self.request.stream, start, Purpose.ACCEPT, n), final
+
+    def draw(self, p: Float, position: int) -> int:
+        return draw(p, float(uniforms(self._seed, self.request.stream, position, Purpose.FINAL)[0]))
+
+    def emit(self, proposed: list[int], token: int, accepted: int | None) -> FinishReason | None:
+        """Add the tokens of a round (of a prefill when `accepted` is None); the reason to finish, if they end it."""
+        committed = [*proposed[: accepted or 0], token]
+        emitted = emit(committed, self._stop_ids, self._limit - len(self.tokens))
+        new, stopped = emitted.tokens, emitted.stopped
+        if self._text_stream is not None:
+            # A stop token is committed, but is no part of the text.
+            pushed = self._text_stream.push(new[:-1] if stopped else new)
+            self._text.append(pushed.text)
+            if pushed.stopped:
+                new, stopped = new[: pushed.tokens_used], True
+        self.tokens += new
+        if accepted is not None:
+            self.recorder.round(len(proposed), min(emitted.accepted, len(new)), len(new))
+        if stopped:
+            return "stop"
+        return "length" if len(self.tokens) >= self._limit else None
+
+    def finish(self, reason: FinishReason) -> None:
+        self.finished = reason
+        if self._text_stream is not None:
+            self._text.append(self._text_stream.finish())
+
+    def take(self) -> Piece | None:
+        """What came since the last call, or None."""
+        tokens, texts = self._taken
+        self._taken = (len(self.tokens), len(self._text))
+        piece = Piece("".join(self._text[texts:]), tuple(self.tokens[tokens:]))
+        return piece if piece.text or piece.token_ids else None
+
+    def result(self) -> Result:
+        if self.finished is None:
+            raise RuntimeError("a running sequence has no result yet")
+        return Result("".join(self._text), tuple(self.tokens), self.finished, self.recorder.freeze())
+
+    @property
+    def _seed(self) -> int:
+        return self.sampling.seed or 0

@@ -1,0 +1,121 @@
+"""Does this bundle compute on this machine what it was built to compute? Replays the vectors stored in it.
+
+The vectors come from the float32 torch modules at build time (`builder.vectors` says what they hold), never from an engine.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from dataclasses import dataclass
+from os import PathLike
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.bundle import Check, check_machine, open_bundle
+from runtime.errors import BundleError
+from runtime.sessions import open_session
+from runtime.sessions.base import Session
+
+VECTORS_NAME = "vectors.npz"
+
+TOLERANCE = {"f32": 2e-3}
+"""By precision: most that a logit may differ, absolute, where logits are of order 1 to 30. Probabilities get a tenth of it."""
+
+MARGIN = 1e-3
+"""Where the best two candidates are nearer than this (the running sum and the uniform, when sampling: a thousandth of it), another
+rounding may pick the other one: ids are then not compared."""
+
+Array = NDArray[np.generic]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One comparison: the largest absolute difference found, and the most allowed. Ids count the places that differ."""
+
+    name: str
+    worst: float
+    allowed: float
+
+    @property
+    def passed(self) -> bool:
+        # Not `worst > allowed`: NaN must fail.
+        return self.worst <= self.allowed
+
+
+@dataclass(frozen=True)
+class Report:
+    stages: tuple[Stage, ...]
+
+    @property
+    def passed(self) -> bool:
+        return all(stage.passed for stage in self.stages)
+
+    def lines(self) -> list[str]:
+        """The report for people: a line a stage, then the verdict."""
+        lines = [
+            f"{'pass' if s.passed else 'FAIL'}  {s.name:<24} differs by {s.worst:.2g} at most (allowed {s.allowed:.2g})"
+            for s in self.stages
+        ]
+        failed = [s.name for s in self.stages if not s.passed]
+        verdict = f"failed at {failed[0]} ({len(failed)} of {len(self.stages)} comparisons)" if failed else "passed"
+        return [*lines, f"validation {verdict}"]
+
+
+def run(path: str | PathLike[str], check: Check = "full", threads: int | None = None) -> Report:
+    """Replay the vectors of the bundle at `path`.
+
+    Raises:
+        BundleError, BackendUnavailable: the bundle can't be loaded here.
+    """
+    bundle = open_bundle(path, check=check)
+    check_machine(bundle)
+    where = bundle.path / VECTORS_NAME
+    try:
+        with np.load(where, allow_pickle=False) as file:
+            vectors = {name: file[name] for name in file.files}
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
+        raise BundleError(where, "not readable as vectors", found=str(error), remedy="Rebuild the bundle") from error
+    session = open_session(bundle.path, bundle.manifest, threads)
+    try:
+        return Report(tuple(_replay(session, vectors, TOLERANCE[bundle.manifest.backend.precision])))
+    except KeyError as error:
+        raise BundleError(where, f"lacks {error}", remedy="Rebuild the bundle") from error
+    finally:
+        session.close()
+
+
+def _replay(session: Session, vectors: dict[str, Array], tolerance: float) -> list[Stage]:
+    stages = []
+    slot, at = np.array([0]), 0
+    for i, chunk in enumerate(vectors["chunks"].tolist()):
+        ids, start = vectors["prompt"][None, at : at + chunk], np.array([at])
+        out = session.prefill(np.ascontiguousarray(ids), start, slot)
+        stages.append(_close(f"prefill {i}", out.logits[0, -1], vectors["prefill.logits"][i], tolerance))
+        session.seed(start, slot)
+        at += chunk
+    for r in range(sum(name.endswith(".inputs") for name in vectors)):
+        bonus, start, valid_len, new_len = (np.array([v]) for v in vectors[f"{r}.inputs"].tolist())
+        temperature = np.array([vectors[f"{r}.temperature"]], np.float32)
+        draft = session.draft(bonus, start, valid_len, new_len, slot, temperature, vectors[f"{r}.uniforms"][None])
+        sampled = temperature[0] > 0
+        settled = vectors[f"{r}.margin"] > (MARGIN * 1e-3 if sampled else MARGIN)
+        if settled:
+            differing = int((draft.ids[0] != vectors[f"{r}.ids"]).sum())
+            stages.append(Stage(f"draft {r} ids", float(differing), 0.0))
+        # Without settled ids, only the first slot is known to have had the same tokens before it.
+        known = slice(None) if settled else slice(1)
+        if draft.confidence_logits is not None:
+            reference = vectors[f"{r}.confidence"]
+            stages.append(_close(f"draft {r} confidence", draft.confidence_logits[0][known], reference[known], tolerance))
+        if draft.q is not None:
+            stages.append(_close(f"draft {r} q", draft.q[0][known], vectors[f"{r}.q"][known], tolerance / 10))
+        out = session.verify(vectors[f"{r}.verify_ids"][None], start, slot)
+        stages.append(_close(f"verify {r}", out.logits[0], vectors[f"{r}.logits"], tolerance))
+    return stages
+
+
+def _close(name: str, found: Array, reference: Array, allowed: float) -> Stage:
+    if found.shape != reference.shape:
+        return Stage(f"{name} (shape)", float("inf"), allowed)
+    return Stage(name, float(np.abs(found - reference).max(initial=0.0)), allowed)

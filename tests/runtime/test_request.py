@@ -1,0 +1,108 @@
+"""`runtime.request`: what is refused, and how a request's numbers are counted."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+from runtime.errors import RequestError
+from runtime.manifest import Limits
+from runtime.request import Request, Seconds, StatsRecorder, stop_strings
+from runtime.sampling import SamplingParams
+
+LIMITS = Limits(batches=(1,), slots=1, window=16, max_seq_len=20, block_size=4, prefill_chunk=16)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("prompt_ids", (), "prompt: empty"),
+        ("prompt_ids", [1, True], r"prompt\[1\]: not an integer.*True"),
+        ("prompt_ids", [1, 2.0], r"prompt\[1\]: not an integer"),
+        ("prompt_ids", np.array([1.0]), r"prompt\[0\]: not an integer"),
+        ("prompt_ids", "text", "prompt: not token ids"),
+        ("prompt_ids", 5, "prompt: not token ids"),
+        ("max_new_tokens", -1, "max_new_tokens: out of range; expected ≥ 0; found -1"),
+        ("max_new_tokens", 1.0, "max_new_tokens: not an integer"),
+        ("max_new_tokens", True, "max_new_tokens: not an integer"),
+        ("max_new_tokens", None, "max_new_tokens: not an integer"),
+        ("sampling", None, "sampling: wrong type"),
+        ("stop", [""], "stop: not a stop string"),
+        ("stop", [1], "stop: not a stop string"),
+        ("stop", 1, "stop: wrong type"),
+        ("stop_token_ids", [1.5], r"stop_token_ids\[0\]: not an integer"),
+        ("ignore_eos", 1, "ignore_eos: wrong type"),
+        ("speculate", None, "speculate: wrong type"),
+        ("max_draft", -1, "max_draft: out of range"),
+        ("max_draft", 1.0, "max_draft: not an integer"),
+        ("max_draft", False, "max_draft: not an integer"),
+        ("confidence_threshold", 1.1, "confidence_threshold: not a probability"),
+        ("confidence_threshold", -0.1, "confidence_threshold: not a probability"),
+        ("confidence_threshold", math.nan, "confidence_threshold: not a probability"),
+        ("confidence_threshold", True, "confidence_threshold: not a probability"),
+        ("confidence_threshold", "0.5", "confidence_threshold: not a probability"),
+        ("stream", -1, "stream: out of range"),
+        ("stream", 2**64, "stream: out of range"),
+    ],
+)
+def test_values_are_checked(field: str, value: object, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        Request(**{"prompt_ids": (1, 2), field: value})
+
+
+def test_values_are_plain():
+    request = Request(np.array([1, 2]), np.int64(3), stop="x", stop_token_ids=[4], confidence_threshold=1)
+    assert request == Request((1, 2), 3, stop=("x",), stop_token_ids=(4,), confidence_threshold=1.0)
+    assert {type(token) for token in request.prompt_ids} == {int}
+    assert type(request.max_new_tokens) is int
+    assert hash(request) == hash(Request((1, 2), 3, SamplingParams(), ("x",), (4,), confidence_threshold=1.0))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        request.max_new_tokens = 5
+
+
+def test_stop_strings():
+    assert stop_strings(None) == ()
+    assert stop_strings("ab") == ("ab",)
+    assert stop_strings(["ab", "c"]) == ("ab", "c")
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (Request((1,) * 20), "prompt: longer than the engine serves; expected at most 19 tokens; found 20"),
+        (Request((1, 10)), "prompt: an id outside the vocabulary; expected 0 … 9; found 10"),
+        (Request((-1, 1)), "prompt: .*found -1"),
+        (Request((1,), stop_token_ids=(11,)), "stop_token_ids: .*found 11"),
+        (Request((1,), max_draft=5), "max_draft: more than a block holds; expected 0 … 4; found 5"),
+    ],
+)
+def test_limits_are_checked(request_: Request, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        request_.check(LIMITS, vocab_size=10)
+
+
+def test_what_just_fits():
+    Request((0, 9) * 9 + (1,), stop_token_ids=(9,), max_draft=4, confidence_threshold=0).check(LIMITS, vocab_size=10)
+    Request((1,), max_new_tokens=0, max_draft=0).check(LIMITS, vocab_size=10)
+    Request((1,), max_new_tokens=10**6).check(LIMITS, vocab_size=10)  # ends with `length` at max_seq_len
+
+
+def test_stats():
+    recorder = StatsRecorder(prefill=0.5)
+    for proposed, accepted, emitted in ((4, 4, 5), (2, 0, 1), (0, 0, 1), (3, 2, 2)):
+        recorder.round(proposed, accepted, emitted)
+    recorder.draft += 0.25
+    stats = recorder.freeze()
+    assert stats.rounds == 4
+    assert stats.proposed == [4, 2, 0, 3]
+    assert stats.accepted == [4, 0, 0, 2]
+    assert stats.tokens_per_round == 9 / 4
+    assert stats.acceptance_by_position == [2 / 3, 2 / 3, 1 / 2, 1]
+    assert stats.seconds == Seconds(0.5, 0.25, 0.0, 0.0)
+    recorder.round(1, 1, 2)
+    assert stats.rounds == len(stats.proposed) == 4, "a frozen copy"
+
+
+def test_stats_without_rounds():
+    stats = StatsRecorder().freeze()
+    assert (stats.rounds, stats.tokens_per_round, stats.acceptance_by_position) == (0, 0.0, [])
