@@ -35,16 +35,16 @@ CONVENTIONS = {
     "taps": "id L is the output of decoder layer L, -1 the embedding output",
 }
 
-# Typical seconds of each stage: a fixed part, and one for each GiB of float32 weights.
+# Typical seconds of each stage on two cores: a fixed part, and one for each GiB of float32 weights.
 STAGES: Mapping[str, tuple[float, float]] = {
-    "read checkpoints": (1.5, 1.0),
+    "read checkpoints": (0.4, 0.2),
     "plan": (0.1, 0.0),
-    "write weights": (0.3, 6.0),
-    "export graphs": (12.0, 0.0),
-    "compile engines": (4.0, 4.0),
-    "record vectors": (2.0, 6.0),
-    "write manifest": (0.1, 2.0),
-    "swap in": (0.1, 3.0),
+    "write weights": (0.2, 5.0),
+    "export graphs": (14.0, 0.0),
+    "compile engines": (0.2, 0.2),
+    "record vectors": (3.0, 10.0),
+    "write manifest": (0.1, 0.8),
+    "swap in": (0.1, 4.0),
 }
 
 

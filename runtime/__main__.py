@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from runtime.bundle import Check
@@ -77,11 +78,11 @@ def _doctor(options: argparse.Namespace) -> None:
 def validate_command(path: Path, check: str, as_json: bool) -> int:
     """Print the report of `runtime.validate.run`; returns 1 when a stage failed."""
     from runtime import validate
-    from runtime.manifest import to_plain
 
-    report = validate.run(path, check=check)
+    report = validate.run(path, check=_check(check))
     if as_json:
-        _print_json(to_plain(report))
+        stages = [{"passed": stage.passed, **asdict(stage)} for stage in report.stages]
+        _print_json({"passed": report.passed, "stages": stages})
     else:
         for line in report.lines():
             print(line)
@@ -92,11 +93,10 @@ def inspect_command(path: Path, check: str, as_json: bool) -> None:
     """Print what the bundle at `path` is."""
     from runtime import inspect
 
-    kind: Check = "full" if check == "full" else "quick"
     if as_json:
-        _print_json(inspect.inspect(path, kind))
+        _print_json(inspect.inspect(path, _check(check)))
     else:
-        print("\n".join(inspect.describe(path, kind)))
+        print("\n".join(inspect.describe(path, _check(check))))
 
 
 def doctor_command(as_json: bool) -> None:
@@ -107,6 +107,10 @@ def doctor_command(as_json: bool) -> None:
         _print_json(doctor.examine())
     else:
         print("\n".join(doctor.describe()))
+
+
+def _check(text: str) -> Check:
+    return "full" if text == "full" else "quick"
 
 
 def _print_json(data: object) -> None:

@@ -174,8 +174,8 @@ class TextStream:
             end = max(end, len(text) - 1)
         new = text[self._shown : end]
         self._shown = max(self._shown, end)
-        # Only while nothing but a last � is open: byte tokens of sentencepiece turn from characters back into one � each
-        # while the run they are in is incomplete, and `_shown` then counts neither.
+        # Only while nothing but a last � is open: sentencepiece's byte tokens turn from characters back into one � each
+        # while the run that they are in is incomplete, and `_shown` then counts neither.
         if len(self._window) > 16 and self._shown >= len(text) - 1:
             self._trim(text)
         return new

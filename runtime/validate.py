@@ -22,9 +22,9 @@ VECTORS_NAME = "vectors.npz"
 TOLERANCE = {"f32": 2e-3}
 """By precision: most that a logit may differ, absolute, where logits are of order 1 to 30. Probabilities get a tenth of it."""
 
-MARGIN = 1e-3
-"""Where the best two candidates are nearer than this (the running sum and the uniform, when sampling: a thousandth of it), another
-rounding may pick the other one: ids are then not compared."""
+MARGIN, SAMPLING_MARGIN = 1e-3, 1e-4
+"""Where the best two logits (when sampling: the running sum and the uniform) are nearer than this, another rounding may pick
+another token: ids are then not compared."""
 
 Array = NDArray[np.generic]
 
@@ -99,7 +99,7 @@ def _replay(session: Session, vectors: dict[str, Array], tolerance: float) -> li
         temperature = np.array([vectors[f"{r}.temperature"]], np.float32)
         draft = session.draft(bonus, start, valid_len, new_len, slot, temperature, vectors[f"{r}.uniforms"][None])
         sampled = temperature[0] > 0
-        settled = vectors[f"{r}.margin"] > (MARGIN * 1e-3 if sampled else MARGIN)
+        settled = vectors[f"{r}.margin"] > (SAMPLING_MARGIN if sampled else MARGIN)
         if settled:
             differing = int((draft.ids[0] != vectors[f"{r}.ids"]).sum())
             stages.append(Stage(f"draft {r} ids", float(differing), 0.0))

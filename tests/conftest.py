@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from examples import FILES, example_manifest
 
 from builder.bundle import Staging, seal
 from runtime.manifest import Manifest
+from tests.examples import FILES, example_manifest
 
 
 @pytest.fixture

@@ -94,7 +94,11 @@ def _readable(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise CheckpointError(
-            error.filename or path, "cannot be read", found=error.strerror or error, remedy="Check the path and its rights"
+            error.filename or path,
+            "cannot be read",
+            expected="readable files",
+            found=error.strerror or error,
+            remedy="Check the path and its rights",
         ) from None
 
 

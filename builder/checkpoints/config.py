@@ -49,7 +49,9 @@ def read_text(path: Path) -> str:
     except FileNotFoundError:
         raise CheckpointError(path, "file missing", expected="a readable file", found="none", remedy=RESTORE) from None
     except OSError as error:
-        raise CheckpointError(path, "cannot be read", found=error.strerror or error, remedy="Check the path") from None
+        raise CheckpointError(
+            path, "cannot be read", expected="a readable file", found=error.strerror or error, remedy="Check the path"
+        ) from None
     except UnicodeDecodeError as error:
         raise CheckpointError(path, "not text", expected="UTF-8", found=f"byte {error.start}", remedy=RESTORE) from None
 

@@ -124,7 +124,13 @@ class GGUFSource:
 
         raw = self._raw_names.get(name)
         if raw is None:
-            raise CheckpointError(self.file.path, "no such tensor", found=name, remedy="Download the file again")
+            raise CheckpointError(
+                self.file.path,
+                "no such tensor",
+                expected="a tensor of the spec",
+                found=name,
+                remedy="Download the file again",
+            )
         tensor = self.file.tensors[raw]
         try:
             values = dequantize(self.file.raw(raw), tensor.type)
@@ -132,6 +138,7 @@ class GGUFSource:
             raise CheckpointError(
                 f"{self.file.path}: {raw}",
                 "cannot be de-quantised",
+                expected="a type that the gguf package reads",
                 found=f"{tensor.type.name} ({error})",
                 remedy=OTHER_QUANT,
             ) from None

@@ -188,13 +188,13 @@ def open_gguf(path: Path) -> GGUFFile:
     for _ in range(key_count):
         key = cursor.string()
         if key in metadata:
-            cursor.fail("metadata key listed twice", found=key)
+            cursor.fail("metadata key listed twice", expected="unique keys", found=key)
         metadata[key] = cursor.value()
     tensors: dict[str, GGUFTensor] = {}
     for _ in range(tensor_count):
         name, tensor = cursor.tensor()
         if name in tensors:
-            cursor.fail("tensor listed twice", found=name)
+            cursor.fail("tensor listed twice", expected="unique names", found=name)
         tensors[name] = tensor
     alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
     if type(alignment) is not int or alignment <= 0 or alignment & (alignment - 1):

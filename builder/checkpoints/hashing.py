@@ -41,4 +41,6 @@ def sha256_file(path: Path) -> str:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        raise CheckpointError(path, "cannot be read", found=error.strerror or error, remedy="Check the path") from None
+        raise CheckpointError(
+            path, "cannot be read", expected="a readable file", found=error.strerror or error, remedy="Check the path"
+        ) from None

@@ -49,14 +49,20 @@ class SafetensorsSource:
         """The tensor in its file's dtype, a view of the mapped file. Raises CheckpointError when it isn't there."""
         info = self.infos.get(name)
         if info is None:
-            raise CheckpointError(self.files[0].parent, "no such tensor", found=name, remedy=AGAIN)
+            raise CheckpointError(
+                self.files[0].parent, "no such tensor", expected="a tensor of the spec", found=name, remedy=AGAIN
+            )
         try:
             if info.file not in self._mapped:
                 self._mapped[info.file] = safe_open(info.file, framework="pt")
             tensor: torch.Tensor = self._mapped[info.file].get_tensor(name)
         except Exception as error:  # as in _read_header; also a file too large to be mapped
             raise CheckpointError(
-                f"{info.file}: {name}", "cannot be read", expected="a file that can be mapped", found=error, remedy=AGAIN
+                f"{info.file}: {name}",
+                "cannot be read",
+                expected="a file that can be mapped",
+                found=error,
+                remedy=AGAIN,
             ) from None
         return tensor
 

@@ -166,10 +166,12 @@ _BIAS = {
 _PICK_SAMPLED = """
     scaled = Div (corrected, t_column)
     q_j = Softmax <axis = 1> (scaled)
-    cdf = CumSum (q_j, one)
+    q_wide = Cast <to = 11> (q_j)
+    cdf = CumSum (q_wide, one)
     total = Gather <axis = 1> (cdf, last)
     u_column = Unsqueeze (u, axes_1)
-    threshold = Mul (u_column, total)
+    u_wide = Cast <to = 11> (u_column)
+    threshold = Mul (u_wide, total)
     passed = LessOrEqual (cdf, threshold)
     passed_int = Cast <to = 7> (passed)
     drawn = ReduceSum <keepdims = 0> (passed_int, axes_1)
@@ -179,12 +181,13 @@ _PICK_SAMPLED = """
 
 _PICK_GREEDY = """
     id_j = ArgMax <axis = 1, keepdims = 0> (corrected)
-    q_j = Slice (corrected, axes_0, axes_0, axes_1)
+    q_j = Slice (corrected, axes_0, axes_1, axes_1)
 """
 
 
 def chain_statements(op_type: str, sample: bool, prefix: str = "") -> str:
-    """The chain as a Scan over the slots; `sample` False takes the argmax everywhere and returns q with no columns.
+    """The chain as a Scan over the slots; `sample` False takes the argmax everywhere and returns a q of one
+    column that means nothing (none at all crashes ONNX Runtime's Scan).
 
     A Scan, not an unrolled loop: W2 is packed once by the CPU's kernels, not once a slot.
     """

@@ -126,12 +126,13 @@ def _(
 def pick(logits: Tensor, temperature: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     """One token a row of ``logits[b, V]``: argmax at temperature 0, else the inverse CDF of q = softmax(logits/T) at `uniform`.
 
-    Returns ids ``[b]`` and the very q ``[b, V]`` that was drawn from. The draw compares against ``uniform * total`` so that
-    rounding in the running sum can never select past the last token of positive probability.
+    Returns ids ``[b]`` and the very q ``[b, V]`` that was drawn from. The running sum is in float64: in float32 its rounding over a
+    vocabulary of 50,000 comes to 1e-4, so that the tokens drawn would not quite be distributed as the q that verification is
+    told. The draw compares against ``uniform * total``, so it never selects past the last token of positive probability.
     """
     sampled = temperature > 0
     q = torch.softmax(logits / torch.where(sampled, temperature, 1.0)[:, None], dim=-1)
-    cdf = torch.cumsum(q, dim=-1)
+    cdf = torch.cumsum(q.double(), dim=-1)
     drawn = (cdf <= uniform[:, None] * cdf[:, -1:]).sum(dim=-1)
     return torch.where(sampled, drawn, logits.argmax(dim=-1)), q
 

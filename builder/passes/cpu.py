@@ -169,8 +169,9 @@ class SlotsToBindings(GraphPass):
         gather = next(use.node for use in taps.uses() if use.node.op_type == "Gather")
         new_len = next(v for v in graph.inputs if v.name == "new_len")
         tape = ir.tape.Tape()
-        zero, one, two = (constant(graph, f"const_{i}", [i]) for i in (0, 1, 2))
-        longest = tape.op("ReduceMax", [new_len], {"keepdims": 1})
+        zero, one = (constant(graph, f"const_{i}", [i]) for i in (0, 1))
+        # At least one, written or not: empty tensors are where kernels crash.
+        longest = tape.op("Max", [tape.op("ReduceMax", [new_len], {"keepdims": 1}), one])
         cut = [
             tape.op("Unsqueeze", [tape.op("Slice", [row, zero, longest, zero]), zero]) for row in self._rows[taps]
         ]
@@ -189,7 +190,6 @@ class SlotsToBindings(GraphPass):
             graph.remove(node)
             graph.insert_before(first, [node])
             first = node
-        del two, one
 
     def _lower(self, model: ir.Model, node: ir.Node) -> None:
         if node.op_type == "CachedAttention":
@@ -201,7 +201,7 @@ class SlotsToBindings(GraphPass):
             node.domain = CPU_DOMAIN
             q = node.outputs[2]
             if q.shape is not None:
-                q.shape = ir.Shape([*q.shape[:2], "columns"])  # V, or 0 where every row is greedy
+                q.shape = ir.Shape([*q.shape[:2], "columns"])  # V, or 1 where every row is greedy
             return
         state_inputs = {"RingWrite": (0,), "RingAttention": (3, 4)}[node.op_type]
         tape = ir.tape.Tape()
@@ -231,7 +231,6 @@ class SlotsToBindings(GraphPass):
         packed = _common_split(q, k, v)
         lengths, totals = self._lengths(start, q)
         tape = ir.tape.Tape()
-        flat = constant(self._graph, "flat_row", [1, -1, int(q.shape[3]) * heads])
         outs, new_k, new_v = [], [], []
         for r in range(self.batch):
             if packed is not None:
@@ -255,7 +254,6 @@ class SlotsToBindings(GraphPass):
         self._replace_state(node.outputs[1], new_k)
         self._replace_state(node.outputs[2], new_v)
         self._graph.remove(node, safe=False)
-        del flat
 
     def _flat(self, heads: int, q: ir.Value) -> ir.Value:
         if q.shape is None:

@@ -40,6 +40,10 @@ class OrtSession:
         path: the bundle's directory.
         manifest: its manifest, already checked.
         threads: of the inference library; None takes one per physical core.
+
+    Attributes:
+        debug: every output of the last draft by name, ``hidden``, ``base`` and ``corrected`` among them where the engines were built
+            with debug outputs.
     """
 
     def __init__(self, path: Path, manifest: Manifest, threads: int | None = None) -> None:
@@ -55,6 +59,10 @@ class OrtSession:
         self._caches = [s.name for s in manifest.state if s.kind == "cache"]
         self._engines = {(e.graph, e.batch): _load(path / e.file, threads) for e in manifest.engines}
         self._calls: OrderedDict[tuple[Any, ...], _Call] = OrderedDict()
+        self._debug_outputs = [
+            (o.name, o.shape[2]) for o in self._engines["draft", self.limits.batches[0]].get_outputs() if o.name in _DEBUG
+        ]
+        self.debug: Mapping[str, NDArray[Any]] = {}
         self._chunk_taps = np.empty(0, np.float32)
 
     def prefill(self, ids: Int64, start: Int64, slot: Int64) -> TargetOut:
@@ -116,7 +124,7 @@ class OrtSession:
             array[:real] = value
             array[real:] = padding
         self._engines["draft", batch].run_with_iobinding(call.binding)
-        out = call.outputs
+        out = self.debug = call.outputs
         confidence = out.get("confidence_logits")
         return DraftOut(
             ids=out["ids"][:real],
@@ -179,10 +187,13 @@ class OrtSession:
         inputs |= {"temperature": np.zeros(batch, np.float32), "uniforms": np.zeros((batch, width), np.float32)}
         outputs: dict[str, NDArray[Any]] = {
             "ids": np.empty((batch, width), np.int64),
-            "q": np.empty((batch, width, self._vocab if sampled else 0), np.float32),
+            "q": np.empty((batch, width, self._vocab if sampled else 1), np.float32),
         }
         if self._has_confidence:
             outputs["confidence_logits"] = np.empty((batch, width), np.float32)
+        for name, columns in self._debug_outputs:
+            rows = self.limits.block_size if name == "hidden" else width
+            outputs[name] = np.empty((batch, rows, columns), np.float32)
         binding = self._engines["draft", batch].io_binding()
         taps = {f"taps.row{r}": self._state["taps"][s] for r, s in enumerate(slots)}
         self._bind(binding, inputs | taps, outputs, self._rings, slots)
@@ -211,6 +222,7 @@ class OrtSession:
 
 
 _DRAFT_INPUTS = ("bonus", "start", "valid_len", "new_len", "temperature", "uniforms")
+_DEBUG = ("hidden", "base", "corrected")
 # A padding row drafts from an empty ring on the scratch slot.
 _DRAFT_PADDING = (0, 1, 0, 0, 0.0, 0.0)
 

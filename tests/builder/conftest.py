@@ -6,12 +6,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from examples import DRAFTER, Stages, Tensors
 
 import builder
 from builder.spec import DrafterCheckpoint, DrafterSpec, SourceInfo, TargetCheckpoint, TargetSpec
 from runtime.errors import CheckpointError
 from runtime.manifest import Backend, EngineFile, Limits, StateTensor
+from tests.examples import DRAFTER, Stages, Tensors
 
 
 @pytest.fixture

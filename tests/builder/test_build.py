@@ -7,13 +7,13 @@ import json
 from pathlib import Path
 
 import pytest
-from examples import DRAFTER, Stages
 
 from builder import build as module
 from builder.build import STAGES, BuildOptions, BuildReport, StageEvent, build
 from builder.profile import Profile, memory_needed, override
 from runtime.bundle import open_bundle
 from runtime.errors import BackendUnavailable, BundleError, CheckpointError, ProfileError
+from tests.examples import DRAFTER, Stages
 
 
 class Listener:

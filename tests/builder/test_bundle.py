@@ -308,6 +308,85 @@ def test_a_failed_second_rename_brings_the_old_bundle_back(
     assert beside(path) == []
 
 
+def test_the_exchange_leaves_no_moment_without_a_bundle(
+    make_bundle: MakeBundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.mkdir()
+    two.mkdir()
+    if not writer._renameat2(one, two, writer._RENAME_EXCHANGE):
+        pytest.skip("this file system has no exchange")
+    path = make_bundle()
+
+    def refuse(source: Path, destination: Path) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "rename", refuse)
+    make_bundle(files=NEW, overwrite=True)
+    assert (path / "weights.bin").read_bytes() == NEW["weights.bin"]
+
+
+KILL_AT = """
+    import os, shutil, signal, sys
+    from pathlib import Path
+    from tests.examples import example_manifest
+    from builder import bundle as writer
+
+    def dying(function, when, at):
+        def call(*arguments, **options):
+            global count
+            count += 1
+            if count == at and when == "before":
+                os.kill(os.getpid(), signal.SIGKILL)
+            result = function(*arguments, **options)
+            if count == at and when == "after":
+                os.kill(os.getpid(), signal.SIGKILL)
+            return result
+        return call
+
+    count = 0
+    out, module, name, when, at, exchange = sys.argv[1:]
+    if exchange == "no":
+        writer._renameat2 = lambda *_: False
+    owner = {"os": os, "shutil": shutil, "writer": writer}[module]
+    with writer.Staging(Path(out), overwrite=True) as staging:
+        (staging.directory / "weights.bin").write_bytes(b"new")
+        (staging.directory / "target.b1.onnx").write_bytes(b"new")
+        writer.seal(staging.directory, example_manifest())
+        setattr(owner, name, dying(getattr(owner, name), when, int(at)))
+        staging.commit()
+"""
+
+
+@pytest.mark.parametrize(
+    ("function", "when", "at", "exchange", "left"),
+    [
+        ("os.fsync", "before", 1, "yes", "old"),
+        ("os.fsync", "after", 5, "yes", "old"),
+        ("writer._swap", "before", 1, "yes", "old"),
+        ("writer._swap", "after", 1, "yes", "new"),
+        ("shutil.rmtree", "before", 1, "yes", "new"),
+        ("os.rename", "before", 1, "no", "old"),
+        ("os.rename", "after", 1, "no", None),
+        ("os.rename", "after", 2, "no", "new"),
+        ("shutil.rmtree", "before", 1, "no", "new"),
+    ],
+)
+def test_killed_during_the_swap(
+    make_bundle: MakeBundle, function: str, when: str, at: int, exchange: str, left: str | None
+) -> None:
+    path = make_bundle()
+    old = identity(path)
+    module, _, name = function.partition(".")
+    command = [sys.executable, "-c", textwrap.dedent(KILL_AT), str(path), module, name, when, str(at), exchange]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    assert subprocess.run(command, env=environment, check=False).returncode == -signal.SIGKILL
+    assert path.exists() == (left is not None)
+    # The next build starts with this; it may bring the old bundle back.
+    clean_stale(path)
+    assert (identity(path) == old) == (left != "new")
+
+
 def test_similar_names_beside_it_are_not_touched(make_bundle: MakeBundle, tmp_path: Path) -> None:
     path = make_bundle()
     mine = [tmp_path / ".bundle.partial-notes", tmp_path / ".bundle2.partial-0123456789ab", tmp_path / "bundle.old-1"]

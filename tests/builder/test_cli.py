@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from examples import Stages
 
 from builder.cli import main
 from runtime.bundle import open_bundle
 from runtime.errors import CheckpointError
+from tests.examples import Stages
 
 ROOT = Path(__file__).resolve().parents[2]
 

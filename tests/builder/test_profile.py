@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from examples import DRAFTER, TARGET
 
 from builder.profile import (
     PROFILES,
@@ -21,6 +20,7 @@ from builder.profile import (
 from builder.spec import DrafterSpec, TargetSpec
 from runtime.errors import ProfileError
 from runtime.manifest import Limits, Memory
+from tests.examples import DRAFTER, TARGET
 
 
 def refused(profile: Profile, expected: str, target: TargetSpec = TARGET, drafter: DrafterSpec = DRAFTER) -> None:

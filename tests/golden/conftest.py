@@ -1,11 +1,13 @@
-"""Where the golden vectors are: beside these tests, or in another directory of the same shape (``DSPARK_GOLDEN=DIR``)."""
+"""Where the golden vectors are: beside these tests, or in another directory of the same shape
+(``DSPARK_GOLDEN=DIR``)."""
 
-import os
 from pathlib import Path
 
 import pytest
 
+from tests.support import GOLDEN
+
 
 @pytest.fixture(scope="session")
 def golden() -> Path:
-    return Path(os.environ.get("DSPARK_GOLDEN", Path(__file__).parent))
+    return GOLDEN

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+
 from runtime.verify import proposal_length
 
 

@@ -1,4 +1,5 @@
-"""verification.json against the pure functions of `runtime.verify`: acceptance, emission, the loop, exact distributions."""
+"""verification.json against the pure functions of `runtime.verify`: acceptance, emission, the loop, exact
+distributions."""
 
 import itertools
 import json
@@ -6,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from runtime.verify import accept_greedy, acceptance_probability, emit, residual, sampled_outcome
 
 
@@ -71,7 +73,9 @@ def test_sampling(vectors: dict[str, list[dict]], dtype: type) -> None:
         out = emit([*proposed[:accepted], -1], stop, len(proposed) + 1)
         assert out.accepted == expected["accepted"], case["name"]
         assert out.stopped == expected["terminated_by_stop_token"], case["name"]
-        if out.accepted < accepted:  # cut: the reference then reports the distribution after the cut prefix, which is never drawn from
+        if (
+            out.accepted < accepted
+        ):  # cut: the reference then reports the distribution after the cut prefix, which is never drawn from
             distribution = residual(p[out.accepted], q[out.accepted])
         assert np.abs(distribution - expected["next_distribution"]).max() <= 1e-6, case["name"]
         source = expected["next_source"]

@@ -168,6 +168,15 @@ def test_machine_that_fits(make_bundle: MakeBundle) -> None:
     check_machine(open_bundle(make_bundle()))
 
 
+def test_library_versions_compare_by_number(make_bundle: MakeBundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    bundle = open_bundle(make_bundle(backend=Backend("ort-cpu", "onnxruntime", "1.9.2", "any", "f32")))
+    monkeypatch.setattr("runtime.bundle.installed", lambda name: "1.32.0")
+    check_machine(bundle)
+    monkeypatch.setattr("runtime.bundle.installed", lambda name: "1.9.1")
+    with pytest.raises(BackendUnavailable, match="older"):
+        check_machine(bundle)
+
+
 def test_library_missing_or_older(make_bundle: MakeBundle, monkeypatch: pytest.MonkeyPatch) -> None:
     bundle = open_bundle(make_bundle(backend=Backend("ort-cpu", "onnxruntime", "999.1", "any", "f32")))
     with pytest.raises(BackendUnavailable) as caught:

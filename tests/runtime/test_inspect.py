@@ -89,3 +89,24 @@ def test_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     assert caught.value.code == 2
+
+
+def test_validate_tells_by_its_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from runtime import validate
+    from runtime.validate import Report, Stage
+
+    asked = []
+
+    def run(path: Path, check: str) -> Report:
+        asked.append((path.name, check))
+        return Report((Stage("prefill 0", 1e-5, 1e-3), Stage("verify 0", float(path.name), 1e-3)))
+
+    monkeypatch.setattr(validate, "run", run)
+    assert main(["validate", "0.0001"]) == 0
+    assert capsys.readouterr().out.endswith("validation passed\n")
+    assert main(["validate", "0.5", "--check", "quick", "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["passed"] is False
+    assert [stage["passed"] for stage in report["stages"]] == [True, False]
+    assert report["stages"][1] == {"name": "verify 0", "worst": 0.5, "allowed": 1e-3, "passed": False}
+    assert asked == [("0.0001", "full"), ("0.5", "quick")]

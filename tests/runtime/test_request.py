@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 import pytest
+
 from runtime.errors import RequestError
 from runtime.manifest import Limits
 from runtime.request import Request, Seconds, StatsRecorder, stop_strings

@@ -1,4 +1,5 @@
-"""`runtime.sampling`: parameters, probabilities against a plain oracle, draws, and Philox against its published vectors."""
+"""`runtime.sampling`: parameters, probabilities against a plain oracle, draws, and Philox against its published
+vectors."""
 
 import math
 import random
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from runtime.errors import RequestError
 from runtime.sampling import Purpose, SamplingParams, draw, probabilities, uniforms, uniforms32
 
@@ -27,19 +29,19 @@ def philox(counter: list[int], key: list[int]) -> list[int]:
 
 @pytest.mark.parametrize("value", [-1, -1e-9, math.nan, math.inf, True, "1", None, 1e-6, 1e6, 10**400])
 def test_temperature_is_validated(value: object) -> None:
-    with pytest.raises(RequestError, match="^temperature: "):
+    with pytest.raises(RequestError, match=r"^temperature: "):
         SamplingParams(temperature=value)
 
 
 @pytest.mark.parametrize("value", [0, -0.1, 1.0001, math.nan, math.inf, True, "0.9", None])
 def test_top_p_is_validated(value: object) -> None:
-    with pytest.raises(RequestError, match="^top_p: "):
+    with pytest.raises(RequestError, match=r"^top_p: "):
         SamplingParams(top_p=value)
 
 
 @pytest.mark.parametrize("value", [-1, 2**64, 1.0, True, "1"])
 def test_seed_is_validated(value: object) -> None:
-    with pytest.raises(RequestError, match="^seed: "):
+    with pytest.raises(RequestError, match=r"^seed: "):
         SamplingParams(seed=value)
 
 
@@ -112,7 +114,7 @@ def test_extreme_temperatures_and_logits():
     assert probabilities(logits, SamplingParams(1e-5)).tolist() == [0.5, 0, 0, 0.5]
     assert np.allclose(probabilities(np.array([1, 2, 3], np.float32), SamplingParams(1e5)), 1 / 3, atol=1e-4)
     for bad in ([math.nan, 1], [math.inf, 1], [-math.inf, -math.inf]):
-        with pytest.raises(RequestError, match="^logits: "):
+        with pytest.raises(RequestError, match=r"^logits: "):
             probabilities(np.array(bad, np.float32), SamplingParams(1))
     with pytest.raises(RequestError, match="greedy"):
         probabilities(logits, SamplingParams(0))
@@ -146,10 +148,22 @@ def test_draw_edges_and_refusals():
     p[[511, 512, 1999]] = 0.25, 0.5, 0.25
     assert [draw(p, u) for u in (0, 0.2499, 0.25, 0.7499, 0.75, 0.99)] == [511, 511, 512, 512, 1999, 1999]
     for u in (1.0, -0.1, math.nan):
-        with pytest.raises(RequestError, match="^u: "):
+        with pytest.raises(RequestError, match=r"^u: "):
             draw(p, u)
     with pytest.raises(RequestError, match="mass"):
         draw(np.array([math.nan, 1.0]), 0.5)
+
+
+def test_draw_where_two_sums_of_a_block_differ():
+    """The point may lie between the block's running sum and its (pairwise) sum: the last token with a probability."""
+    rng, met = np.random.default_rng(0), 0
+    for _ in range(50):
+        p = rng.random(400)
+        p[390:] = 0
+        point = (1 - 2**-53) * np.add.reduceat(p, [0])[0]
+        met += point >= p.cumsum()[-1]
+        assert p[draw(p, 1 - 2**-53)] > 0
+    assert met > 5
 
 
 def test_philox_known_answers():

@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from runtime.errors import RequestError
 from runtime.scheduler import DecodeWork, PrefillWork, Scheduler, Step
 from runtime.slots import SlotTable

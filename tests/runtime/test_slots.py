@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
 from runtime.errors import RequestError
 from runtime.slots import DraftWindow, RingState, SlotTable
 
@@ -33,8 +34,8 @@ class Ring:
 class SlotMachine(RuleBasedStateMachine):
     """Random rounds on a few slots: chunks seeded or not, drafts written or not, rejections, hand-outs in between.
 
-    Memory is the truth here: `rings` is never cleared at a hand-out, as in the engine. A row that belonged to the last request
-    would be counted by the oracle only if its position matched, so each hand-out gets a dictionary of its own.
+    Memory is the truth here: `rings` is never cleared at a hand-out, as in the engine. A row that belonged to the last
+    request would be counted by the oracle only if its position matched, so each hand-out gets a dictionary of its own.
     """
 
     def __init__(self) -> None:
@@ -111,7 +112,8 @@ TestSlotMachine.settings = settings(max_examples=60, stateful_step_count=40, dea
 @given(st.integers(1, 12), st.integers(1, 30), st.lists(st.integers(1, 14), min_size=1, max_size=6), st.integers(0, 5))
 @settings(max_examples=100, deadline=None)
 def test_window_of_the_notes(window: int, prompt: int, chunks: list[int], skipped: int) -> None:
-    """``valid_len = min(W, start_pos - first_seeded)``, whatever the chunks; prompt rows before `skipped` aren't seeded."""
+    """``valid_len = min(W, start_pos - first_seeded)``, whatever the chunks; prompt rows before `skipped` aren't
+    seeded."""
     state, start, first = RingState(window), 0, None
     for chunk in chunks * prompt:
         count = min(chunk, prompt - start)
@@ -168,14 +170,14 @@ def test_refusals_change_nothing():
     with pytest.raises(RequestError, match="empty chunk"):
         state.prefilled(4, 0)
     for start, count in ((0, 3), (1, 4), (4, 1), (4, 0), (-1, 5)):
-        with pytest.raises(RequestError, match="^seed: "):
+        with pytest.raises(RequestError, match=r"^seed: "):
             state.seeded(start, count)
     for accepted in (-1, 4):
         with pytest.raises(RequestError, match=r"expected 0 … 3"):
             state.verified(3, accepted)
     assert (state.start_pos, state.first_seeded, state.seeded_until, state.pending) == (4, 0, 0, 0)
     state.verified(3, 1)
-    with pytest.raises(RequestError, match="^seed: "):
+    with pytest.raises(RequestError, match=r"^seed: "):
         state.seeded(4, 2)
 
 

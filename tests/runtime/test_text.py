@@ -5,12 +5,13 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from runtime.errors import BundleError, RequestError
-from runtime.text import TextStream, Tokenizer
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from runtime.errors import BundleError, RequestError
+from runtime.text import TextStream, Tokenizer
 
 TEXT = "Hello wörld, the 日本語 tokens 🙂🙃 stop here. Hello again! naïve € fiancée \n\nEND of the story\n"
 TEMPLATE = """
@@ -21,8 +22,10 @@ TEMPLATE = """
 <|im_start|>{{ message.role }}
 {{ message.content }}<|im_end|>
 {% endfor %}
-{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
+  {% if add_generation_prompt %}
+<|im_start|>assistant
+  {% endif %}
+"""
 
 
 def byte_level() -> RawTokenizer:
@@ -76,7 +79,9 @@ def spm(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer(save(tmp_path_factory.mktemp("spm"), sentencepiece()))
 
 
-def stream_all(tokenizer: Tokenizer, ids: list[int], cuts: list[int], stop: tuple[str, ...] = ()) -> tuple[str, int, bool]:
+def stream_all(
+    tokenizer: Tokenizer, ids: list[int], cuts: list[int], stop: tuple[str, ...] = ()
+) -> tuple[str, int, bool]:
     """Push `ids` in pieces that end at `cuts`; return the text, the tokens used and whether it stopped."""
     stream, text, used, begin = TextStream(tokenizer, stop), "", 0, 0
     for end in [*sorted(cuts), len(ids)]:
@@ -111,7 +116,7 @@ def test_chat(bytelevel: Tokenizer) -> None:
 
 
 def test_template_environment(tmp_path: Path) -> None:
-    template = "{{ {'ä': '<&'} | tojson }}{{ strftime_now('%Y') | length }}{{ tools is none }}{{ messages | tojson(indent=1) }}"
+    template = "{{ {'ä': '<&'} | tojson }}{{ strftime_now('%Y')|length }}{{ tools is none }}{{ messages | tojson(1) }}"
     tokenizer = Tokenizer(save(tmp_path, byte_level(), chat_template=template))
     assert tokenizer.render_chat([{"role": "u", "content": ""}]) == (
         '{"ä": "<&"}4True[\n {\n  "role": "u",\n  "content": ""\n }\n]'
@@ -120,11 +125,17 @@ def test_template_environment(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "template",
-    ["{{ messages.append(1) }}", "{{ ''.__class__.__mro__[1].__subclasses__() }}", "{% for %}", "{{ 1 / 0 }}", "{{ 1 + 'a' }}"],
+    [
+        "{{ messages.append(1) }}",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{% for %}",
+        "{{ 1 / 0 }}",
+        "{{ 1 + 'a' }}",
+    ],
 )
 def test_templates_that_fail(tmp_path: Path, template: str) -> None:
     tokenizer = Tokenizer(save(tmp_path, byte_level(), chat_template=template))
-    with pytest.raises(RequestError, match="^messages: the chat template refuses them"):
+    with pytest.raises(RequestError, match=r"^messages: the chat template refuses them"):
         tokenizer.encode_chat([{"role": "user", "content": "x"}])
 
 
@@ -212,7 +223,10 @@ def test_leading_spaces_of_sentencepiece(spm: Tokenizer) -> None:
     assert texts == ["Hello", "", "", "€", "", "", "€", " world"]
 
 
-@given(st.lists(st.one_of(st.integers(0, 329), st.integers(100, 240)), max_size=60), st.lists(st.integers(0, 60), max_size=8))
+@given(
+    st.lists(st.one_of(st.integers(0, 329), st.integers(100, 240)), max_size=60),
+    st.lists(st.integers(0, 60), max_size=8),
+)
 @settings(max_examples=150, deadline=None)
 def test_pieces_are_the_whole_byte_level(bytelevel: Tokenizer, ids: list[int], cuts: list[int]) -> None:
     """Random bytes too, most of which are no characters."""
@@ -220,7 +234,12 @@ def test_pieces_are_the_whole_byte_level(bytelevel: Tokenizer, ids: list[int], c
     assert stream_all(bytelevel, ids, cuts) == (bytelevel.decode(ids), len(ids), False)
 
 
-@given(st.lists(st.sampled_from(["Hello", " st", "wö", "€", "🙂", "\n", " "]), max_size=40).map("".join), st.lists(st.integers(0, 60), max_size=8))
+@given(
+    st.lists(st.sampled_from(["Hello", " st", "wö", "€", "🙂", "\n", " "]), max_size=40).map("".join),
+    st.lists(st.integers(0, 60), max_size=8),
+)
+@example("HHHHHHöö€🙂", [])  # a run of byte tokens across the place where the window would be cut
+@example("€" * 10, [])  # or cut inside a character
 @settings(max_examples=100, deadline=None)
 def test_pieces_are_the_whole_sentencepiece(spm: Tokenizer, text: str, cuts: list[int]) -> None:
     ids = spm.encode_text(text)
@@ -229,10 +248,13 @@ def test_pieces_are_the_whole_sentencepiece(spm: Tokenizer, text: str, cuts: lis
 
 
 @given(
-    st.lists(st.sampled_from(["Hello", " st", "op", "\n", "e", "the", "ö", "日本", "🙂", "!", "\U0001f984"]), max_size=25),
+    st.lists(
+        st.sampled_from(["Hello", " st", "op", "\n", "e", "the", "ö", "日本", "🙂", "!", "\U0001f984"]), max_size=25
+    ),
     st.lists(st.text(st.sampled_from("elost\n ö日🙂!"), min_size=1, max_size=4), min_size=1, max_size=3),
     st.lists(st.integers(0, 60), max_size=8),
 )
+@example(["Hello", " st"], ["st", " st"], [])  # both complete at the same token
 @settings(max_examples=200, deadline=None)
 def test_stop_strings(bytelevel: Tokenizer, words: list[str], stop: list[str], cuts: list[int]) -> None:
     """Against the definition: the first token after which the (whole characters of the) text contains a stop string."""
@@ -260,7 +282,9 @@ def test_the_beginning_of_a_stop_string_is_held_back(bytelevel: Tokenizer) -> No
     assert stream.finish() == ""
 
 
-@pytest.mark.parametrize("kind", ["text", "no characters", "cut characters", "byte tokens", "no characters in byte tokens"])
+@pytest.mark.parametrize(
+    "kind", ["text", "no characters", "cut characters", "byte tokens", "no characters in byte tokens", "special"]
+)
 def test_only_a_window_is_decoded(
     bytelevel: Tokenizer, spm: Tokenizer, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
@@ -272,6 +296,7 @@ def test_only_a_window_is_decoded(
         "cut characters": (bytelevel, emoji[:-1]),
         "byte tokens": (spm, spm.encode_text("🙂")[-4:]),
         "no characters in byte tokens": (spm, spm.encode_text("🙂")[-4:-1]),
+        "special": (spm, [2]),
     }[kind]
     ids = (part * 3000)[:3000]
     whole = tokenizer.decode(ids)
@@ -284,7 +309,7 @@ def test_only_a_window_is_decoded(
 
     monkeypatch.setattr(Tokenizer, "decode", counted)
     assert stream_all(tokenizer, ids, list(range(0, len(ids), 5)))[0] == whole
-    assert max(sizes) <= 24
+    assert max(sizes, default=0) <= 24
     assert len(sizes) <= 2.5 * len(ids)
 
 

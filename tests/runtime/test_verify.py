@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from runtime.errors import RequestError
 from runtime.verify import accept_greedy, accept_sampled, acceptance_probability, emit, proposal_length, residual
 
@@ -43,7 +44,8 @@ def test_proposal_length_is_causal(logits: list[float], threshold: float, data: 
 @settings(max_examples=60, deadline=None)
 def test_accept_greedy(proposed: list[int], data: st.DataObject) -> None:
     argmax = [
-        data.draw(st.sampled_from([token, (token + 1) % 6])) for token in proposed  # equal or not
+        data.draw(st.sampled_from([token, (token + 1) % 6]))
+        for token in proposed  # equal or not
     ] + [data.draw(IDS)]
     accepted, next_token = accept_greedy(np.array(proposed, np.int64), argmax)
     assert proposed[:accepted] == argmax[:accepted]
@@ -54,11 +56,11 @@ def test_accept_greedy(proposed: list[int], data: st.DataObject) -> None:
 
 def test_row_counts_are_checked():
     p = np.full(4, 0.25)
-    with pytest.raises(RequestError, match="argmax.*expected 3; found 2"):
+    with pytest.raises(RequestError, match=r"argmax.*expected 3; found 2"):
         accept_greedy([1, 2], [1, 2])
-    with pytest.raises(RequestError, match="q: .*expected 2; found 1"):
+    with pytest.raises(RequestError, match=r"q: .*expected 2; found 1"):
         accept_sampled([1, 2], p[None], lambda i: p, np.zeros(2), 0.0)
-    with pytest.raises(RequestError, match="uniforms: .*expected 2; found 3"):
+    with pytest.raises(RequestError, match=r"uniforms: .*expected 2; found 3"):
         accept_sampled([1, 2], np.stack([p, p]), lambda i: p, np.zeros(3), 0.0)
 
 
@@ -95,19 +97,25 @@ def test_strictness_and_floors():
 
 
 def test_distribution_of_three_tokens():
-    """Rounds of two drafts over a 4-token Markov target: the joint distribution of what is emitted is the target's (χ²)."""
+    """Rounds of two drafts over a 4-token Markov target: the joint distribution of what is emitted is the target's
+    (χ²)."""
     from scipy.stats import chisquare
 
     rng = np.random.default_rng(7)
-    p, q = rng.dirichlet(np.full(4, 3), 5), rng.dirichlet(np.full(4, 3), 5)  # row 4: after the bonus; row t: after token t
+    p, q = (
+        rng.dirichlet(np.full(4, 3), 5),
+        rng.dirichlet(np.full(4, 3), 5),
+    )  # row 4: after the bonus; row t: after token t
     runs = 20_000
     counts = np.zeros((4, 4))
     for _ in range(runs):
         d1 = int(rng.choice(4, p=q[4]))
         d2 = int(rng.choice(4, p=q[d1]))
         rows = [p[4], p[d1], p[d2]]
-        accepted, token = accept_sampled([d1, d2], np.stack([q[4], q[d1]]), rows.__getitem__, rng.random(2), rng.random())
-        out = [d1, d2][:accepted] + [token]
+        accepted, token = accept_sampled(
+            [d1, d2], np.stack([q[4], q[d1]]), rows.__getitem__, rng.random(2), rng.random()
+        )
+        out = [*[d1, d2][:accepted], token]
         if len(out) == 1:
             out.append(int(rng.choice(4, p=p[out[0]])))
         counts[out[0], out[1]] += 1

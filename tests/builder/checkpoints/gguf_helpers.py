@@ -79,16 +79,20 @@ def hf_tensors(*, tied: bool = False, bias: bool = False) -> dict[str, np.ndarra
             f"{prefix}mlp.down_proj.weight": (HIDDEN, INNER),
         }
         if bias:
-            shapes |= {f"{prefix}self_attn.{name}_proj.bias": (rows,) for name, rows in (("q", q), ("k", kv), ("v", kv))}
+            shapes |= {
+                f"{prefix}self_attn.{name}_proj.bias": (rows,) for name, rows in (("q", q), ("k", kv), ("v", kv))
+            }
     if not tied:
         shapes["lm_head.weight"] = (VOCAB, HIDDEN)
     return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
 
 
 def converted_rows(rows: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
-    """llama.cpp's order: within each head, row i and row i + dim/2 become neighbours. Row by row, to be plainly right."""
+    """llama.cpp's order: within each head, row i and row i + dim/2 become neighbours. Row by row: plainly right."""
     dim = rows.shape[0] // heads
-    order = [head * dim + half * dim // 2 + index for head in range(heads) for index in range(dim // 2) for half in (0, 1)]
+    order = [
+        head * dim + half * dim // 2 + index for head in range(heads) for index in range(dim // 2) for half in (0, 1)
+    ]
     return rows[order]
 
 

@@ -1,4 +1,4 @@
-"""Small checkpoints made on the spot. Names and shapes are written out here a second time, as an oracle for the normalisers."""
+"""Small checkpoints made on the spot. Names and shapes are written out a second time here, as an oracle."""
 
 from __future__ import annotations
 
@@ -244,4 +244,3 @@ def refusal(action: Any, *parts: object) -> CheckpointError:
 def target_of(directory: Path, **changes: Any) -> TargetCheckpoint:
     """A tiny Llama target that fits DRAFTER."""
     return load_target(write_target(directory, changed(LLAMA, **changes)))
-

@@ -171,7 +171,10 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     ({"rope_theta": -1}, ["rope_theta", "> 0", "-1"]),
     ({"rope_theta": "10000"}, ["rope_theta", "not a number"]),
     ({"rope_scaling": 3}, ["rope_scaling", "an object or null"]),
-    ({"rope_scaling": {"rope_type": "longrope"}}, ["rope_scaling.rope_type", "longrope", "default or linear or llama3"]),
+    (
+        {"rope_scaling": {"rope_type": "longrope"}},
+        ["rope_scaling.rope_type", "longrope", "default or linear or llama3"],
+    ),
     ({"rope_scaling": {"type": "dynamic", "factor": 2}}, ["rope_scaling.type", "dynamic"]),
     ({"rope_scaling": {"factor": 2}}, ["rope_scaling.rope_type", "missing"]),
     ({"rope_scaling": {"type": "linear"}}, ["rope_scaling.factor", "missing"]),
@@ -218,6 +221,14 @@ def test_quantised_dtype(tmp_path: Path) -> None:
     name = "model.layers.3.mlp.up_proj.weight"
     save_file(tensors | {name: tensors[name].to(torch.float8_e4m3fn)}, directory / "model.safetensors")
     refusal(lambda: load_target(directory), directory / "model.safetensors", name, "F8_E4M3", "F32, F16 or BF16")
+
+
+def test_what_the_system_refuses(tmp_path: Path) -> None:
+    refusal(lambda: load_target("x" * 300), "cannot be read", "name too long")
+    directory = write_target(tmp_path / "target", LLAMA)
+    (directory / "config.json").unlink()
+    (directory / "config.json").mkdir()
+    refusal(lambda: load_target(directory), "config.json", "cannot be read")
 
 
 def test_paths_that_are_no_target(tmp_path: Path) -> None:

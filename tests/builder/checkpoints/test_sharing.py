@@ -7,14 +7,12 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from builder.checkpoints import load_drafter, load_target, share_with_target
+from builder.checkpoints import load_drafter, load_target, share_with_target, sharing
 from tests.builder.checkpoints.helpers import DRAFTER, LLAMA, changed, write_drafter, write_target
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize(
-    ("same_embeddings", "same_head"), [(True, True), (True, False), (False, True), (False, False)]
-)
+@pytest.mark.parametrize(("same_embeddings", "same_head"), [(True, True), (True, False), (False, True), (False, False)])
 def test_equal_matrices_are_shared(tmp_path: Path, tied: bool, same_embeddings: bool, same_head: bool) -> None:
     target_dir = write_target(tmp_path / "target", changed(LLAMA, tie_word_embeddings=tied))
     theirs = load_file(target_dir / "model.safetensors")
@@ -38,7 +36,9 @@ def test_equal_matrices_are_shared(tmp_path: Path, tied: bool, same_embeddings: 
     assert shared.tensors.read("fc.weight").equal(tensors["fc.weight"])
 
 
-def test_last_row_counts_and_dtypes_do_not(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rows", [7, 8192])
+def test_last_row_counts_and_dtypes_do_not(tmp_path: Path, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharing, "_ROWS", rows)
     target_dir = write_target(tmp_path / "target", LLAMA)
     theirs = load_file(target_dir / "model.safetensors")
     directory = write_drafter(tmp_path / "drafter", DRAFTER)

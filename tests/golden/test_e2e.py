@@ -1,0 +1,77 @@
+"""The tiny trained pairs from checkpoint to tokens, through `Engine`: plain and speculative, thresholds, stop tokens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import runtime
+from builder.build import BuildOptions, build
+from builder.profile import Profile
+from tests.support import GOLDEN
+from tests.support import SilentProgress
+
+PAIRS = sorted(p.name for p in (GOLDEN / "e2e").iterdir())
+
+
+@pytest.fixture(scope="module", params=PAIRS)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
+    """(golden directory of the pair, an engine that serves it); prompts are prefilled in chunks of 4."""
+    directory = GOLDEN / "e2e" / request.param
+    out = tmp_path_factory.mktemp(request.param) / "bundle"
+    profile = Profile(batches=(1,), window=64, max_seq_len=128, prefill_chunk=4, max_draft=5, confidence_threshold=0.0)
+    build(BuildOptions(directory / "target", directory / "drafter", out, profile), SilentProgress())
+    with runtime.Engine(out) as engine:
+        yield directory, engine
+
+
+def test_target_logits_and_taps(pair) -> None:
+    directory, engine = pair
+    reference = load_file(directory / "reference.safetensors")
+    prompts = json.loads((directory / "prompts.json").read_text())
+    first = prompts["prompts"][0]
+    ids = np.array([first["input_ids"] + first["greedy_new_tokens"]])
+    session = engine._session
+    for at in range(0, ids.shape[1], 4):
+        chunk = ids[:, at : at + 4]
+        out = session.prefill(np.ascontiguousarray(chunk), np.array([at]), np.array([0]))
+        last = at + chunk.shape[1] - 1
+        np.testing.assert_allclose(out.logits[0, 0], reference["logits"][last], rtol=0, atol=1e-4)
+        np.testing.assert_allclose(session._chunk_taps[0], reference["taps"][at : last + 1], rtol=0, atol=1e-4)
+
+
+def test_greedy_runs(pair) -> None:
+    directory, engine = pair
+    golden = json.loads((directory / "prompts.json").read_text())
+    limit, block = golden["max_new_tokens"], golden["block_size"]
+    for prompt in golden["prompts"]:
+        ids = prompt["input_ids"]
+        (plain,) = runtime.generate(engine, [ids], max_new_tokens=limit, speculate=False)
+        assert list(plain.token_ids) == prompt["greedy_new_tokens"]
+        assert plain.stats.proposed == [0] * plain.stats.rounds
+        for run in prompt["runs"]:
+            (result,) = runtime.generate(
+                engine,
+                [ids],
+                max_new_tokens=limit,
+                stop_token_ids=run["stop_token_ids"],
+                max_draft=block,
+                confidence_threshold=run["confidence_threshold"],
+            )
+            assert list(result.token_ids) == run["output_ids"][len(ids) :]
+            check_rounds(result.stats, run, limit)
+
+
+def check_rounds(stats: runtime.Stats, run: dict, limit: int) -> None:
+    """Round by round as the reference. It proposes past the limit, which the runtime never does; its last rounds, whose
+    output is cut, therefore only agree in what is emitted."""
+    left = limit - 1
+    for r in range(stats.rounds):
+        assert stats.proposed[r] == min(run["proposal_lengths"][r], left - 1), f"round {r}"
+        assert stats.accepted[r] == min(run["accepted_draft_lengths"][r], stats.proposed[r]), f"round {r}"
+        left -= run["accepted_draft_lengths"][r] + 1
+    assert stats.rounds == run["verify_count"] or left <= 0

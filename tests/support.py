@@ -1,0 +1,115 @@
+"""What tests build: bundles of tiny pairs, through the product's own stages."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+from builder.backends.ort_cpu import OrtCpu
+from builder.checkpoints import load_drafter, load_target
+from builder.export import export_graphs
+from builder.spec import DrafterCheckpoint, DrafterSpec, SourceInfo, TargetCheckpoint, TargetSpec
+from builder.weights import write_weights
+from runtime.manifest import Limits, Manifest, Memory, Models, Serving, Source
+from runtime.sessions.ort import OrtSession
+
+GOLDEN = Path(os.environ.get("DSPARK_GOLDEN", Path(__file__).parent / "golden"))
+"""The golden vectors in use."""
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """A TensorSource in memory."""
+
+    data: Mapping[str, torch.Tensor]
+
+    def names(self) -> frozenset[str]:
+        return frozenset(self.data)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.data[name].shape)
+
+    def read(self, name: str) -> torch.Tensor:
+        return self.data[name]
+
+
+def random_target(drafter: DrafterSpec, embeddings: Path | None = None) -> TargetCheckpoint:
+    """A random Llama target that a golden drafter fits, with the embeddings that the case brings, if any."""
+    hidden, vocab = drafter.hidden_size, drafter.vocab_size
+    spec = TargetSpec(
+        "llama", vocab, hidden, 32, drafter.num_target_layers, 2, 1, 8, 1e-6, drafter.rope, 512,
+        False, False, False, False, True,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(7)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator) * 0.1
+
+    data = {"model.embed_tokens.weight": random(vocab, hidden), "model.norm.weight": torch.ones(hidden)}
+    if embeddings is not None:
+        data |= load_file(embeddings)
+    for i in range(spec.num_layers):
+        layer = f"model.layers.{i}"
+        data |= {
+            f"{layer}.input_layernorm.weight": torch.ones(hidden),
+            f"{layer}.post_attention_layernorm.weight": torch.ones(hidden),
+            f"{layer}.self_attn.q_proj.weight": random(16, hidden),
+            f"{layer}.self_attn.k_proj.weight": random(8, hidden),
+            f"{layer}.self_attn.v_proj.weight": random(8, hidden),
+            f"{layer}.self_attn.o_proj.weight": random(hidden, 16),
+            f"{layer}.mlp.gate_proj.weight": random(32, hidden),
+            f"{layer}.mlp.up_proj.weight": random(32, hidden),
+            f"{layer}.mlp.down_proj.weight": random(hidden, 32),
+        }
+    return TargetCheckpoint(Path("random"), spec, Tensors(data), None, SourceInfo("test", "random"))
+
+
+def engines(
+    dest: Path, target: TargetCheckpoint, drafter: DrafterCheckpoint, limits: Limits, debug: bool = False
+) -> Manifest:
+    """Weights and engines in `dest`, and a manifest that a session can open."""
+    index = write_weights(dest, target, drafter, limits)
+    graphs = export_graphs(target.spec, drafter.spec, limits)
+    backend = OrtCpu(debug=debug)
+    return Manifest(
+        format=1, producer="test", identity="", backend=backend.describe(), limits=limits,
+        serving=Serving(limits.block_size, 0.0),
+        models=Models(
+            target.spec.vocab_size, len(drafter.spec.taps) * drafter.spec.hidden_size, drafter.spec.confidence != "none",
+            target.spec.eos_token_ids, {}, {},
+        ),
+        engines=backend.compile(graphs, index, limits, dest), state=backend.state(target.spec, drafter.spec, limits),
+        memory=Memory(0, 0, 0, 0), plugins=(), conventions={}, target=Source("", "", {}), drafter=Source("", "", {}), files={},
+    )  # fmt: skip
+
+
+def pair_session(
+    dest: Path, target: Path, drafter: Path, limits: Limits, debug: bool = False
+) -> tuple[OrtSession, TargetSpec, DrafterSpec]:
+    """A session over a pair of checkpoint directories."""
+    t = load_target(target)
+    d = load_drafter(drafter, t)
+    return OrtSession(dest, engines(dest, t, d, limits, debug), threads=1), t.spec, d.spec
+
+
+def ints(*values: int) -> np.ndarray:
+    return np.array(values, np.int64)
+
+
+class SilentProgress:
+    """For `builder.build.build`: keeps the warnings."""
+
+    def __init__(self) -> None:
+        self.warnings: list[str] = []
+
+    def stage(self, event: object) -> None:
+        pass
+
+    def warning(self, text: str) -> None:
+        self.warnings.append(text)
