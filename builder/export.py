@@ -10,7 +10,7 @@ import contextlib
 import io
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -62,34 +62,38 @@ def state_names(target: TargetSpec, drafter: DrafterSpec) -> dict[str, tuple[str
 
 def export_graphs(target: TargetSpec, drafter: DrafterSpec, limits: Limits) -> dict[str, Graph]:
     """Export target, draft and seed. No weight is read."""
+    return {"target": export_target(target, drafter, limits), **export_drafter(target, drafter, limits)}
+
+
+def export_target(target: TargetSpec, drafter: DrafterSpec, limits: Limits) -> Graph:
+    b, w, h, slots = _dims("b", "w", "h", "slots")
+    states = state_names(target, drafter)["target"]
+    cache = _float(limits.slots + 1, target.num_kv_heads, limits.max_seq_len + limits.block_size, target.head_dim)
+    return _export(
+        "target",
+        modules(target, drafter, limits)["target"],
+        {
+            "ids": (_int(_B, _W), {0: b, 1: w}),
+            "start": (_int(_B), {0: b}),
+            "slot": (_int(_B), {0: b}),
+            "head_rows": (_int(_B, _W), {0: b, 1: h}),
+        },
+        (cache, {0: slots}),
+        ("argmax", "logits", "taps"),
+        states,
+    )
+
+
+def export_drafter(target: TargetSpec, drafter: DrafterSpec, limits: Limits) -> dict[str, Graph]:
+    """The graphs ``draft`` and ``seed``."""
     nets = modules(target, drafter, limits)
-    names = state_names(target, drafter)
-    rows = limits.slots + 1
-    b, w, h, s, c, n, slots = (torch.export.Dim(d) for d in ("b", "w", "h", "s", "c", "n", "slots"))
-    caches = [
-        _float(rows, target.num_kv_heads, limits.max_seq_len + limits.block_size, target.head_dim)
-        for _ in names["target"]
-    ]
-    rings = [_float(rows, drafter.num_kv_heads, limits.window, drafter.head_dim) for _ in names["seed"]]
+    states = state_names(target, drafter)
+    b, s, c, n, slots = _dims("b", "s", "c", "n", "slots")
+    ring = _float(limits.slots + 1, drafter.num_kv_heads, limits.window, drafter.head_dim)
     width = len(drafter.taps) * drafter.hidden_size
     confidence = ("confidence_logits",) if drafter.confidence != "none" else ()
     row = {0: b}
-    state = [{0: slots}] * len(names["target"])
-    ring_state = [{0: slots}] * len(rings)
     return {
-        "target": _export(
-            "target",
-            nets["target"],
-            {
-                "ids": (_int(_B, _W), {0: b, 1: w}),
-                "start": (_int(_B), row),
-                "slot": (_int(_B), row),
-                "head_rows": (_int(_B, _W), {0: b, 1: h}),
-            },
-            (caches, state),
-            ("argmax", "logits", "taps"),
-            names["target"],
-        ),
         "draft": _export(
             "draft",
             nets["draft"],
@@ -98,11 +102,11 @@ def export_graphs(target: TargetSpec, drafter: DrafterSpec, limits: Limits) -> d
                 "temperature": (_float(_B), row),
                 "uniforms": (_float(_B, min(_W, limits.block_size)), {0: b, 1: s} if limits.block_size > 1 else row),
                 # Dynamic in the rows too: a back end may pass fewer than B+1.
-                "taps": (_float(rows, limits.block_size + 1, width), {0: slots, 1: n}),
+                "taps": (_float(limits.slots + 1, limits.block_size + 1, width), {0: slots, 1: n}),
             },
-            (rings, ring_state),
+            (ring, {0: slots}),
             ("ids", *confidence, "q", "hidden", "base", "corrected"),
-            names["draft"],
+            states["draft"],
         ),
         "seed": _export(
             "seed",
@@ -111,11 +115,15 @@ def export_graphs(target: TargetSpec, drafter: DrafterSpec, limits: Limits) -> d
                 "taps": (_float(_B, _W, width), {0: b, 1: c}),
                 **{k: (_int(_B), row) for k in ("start", "count", "slot")},
             },
-            (rings, ring_state),
+            (ring, {0: slots}),
             (),
-            names["seed"],
+            states["seed"],
         ),
     }
+
+
+def _dims(*names: str) -> list[object]:
+    return [torch.export.Dim(name) for name in names]
 
 
 def _int(*shape: int) -> Tensor:
@@ -130,12 +138,15 @@ def _export(
     name: str,
     module: nn.Module,
     inputs: dict[str, tuple[Tensor, dict[int, object]]],
-    states: tuple[Sequence[Tensor], Sequence[dict[int, object]]],
+    state: tuple[Tensor, dict[int, object]],
     outputs: tuple[str, ...],
     state_inputs: tuple[str, ...],
 ) -> Graph:
-    args = (*(t for t, _ in inputs.values()), list(states[0]))
-    shapes = (*(d for _, d in inputs.values()), list(states[1]))
+    """Export `module`, whose last argument is a list of like states; the taps, where it reads them, are an ordinary input."""
+    updated = [name for name in state_inputs if name != "taps"]
+    # A tensor each: export takes two inputs that are one object for the same input.
+    args = (*(t for t, _ in inputs.values()), [torch.empty_like(state[0]) for _ in updated])
+    shapes = (*(d for _, d in inputs.values()), [state[1]] * len(updated))
     with _quiet(), torch.no_grad():
         program = torch.onnx.export(
             module,
@@ -159,10 +170,9 @@ def _export(
     for value in list(graph.initializers.values()):
         if value.const_value is None:
             value.name = f"{prefix}.{value.name}"
-    for value, wanted in zip(graph.inputs, (*inputs, *(s for s in state_inputs if s != "taps")), strict=True):
+    for value, wanted in zip(graph.inputs, (*inputs, *updated), strict=True):
         value.name = wanted
-    updated = tuple(f"{s}.new" for s in state_inputs if s != "taps")
-    for value, wanted in zip(graph.outputs, (*outputs, *updated), strict=True):
+    for value, wanted in zip(graph.outputs, (*outputs, *(f"{name}.new" for name in updated)), strict=True):
         value.name = wanted
     graph.name = name
     for op_type in sorted({node.op_type for node in graph if node.domain == DOMAIN}):

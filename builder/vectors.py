@@ -30,9 +30,7 @@ _TEMPERATURE = 0.8
 _TRIES = 100
 
 
-def record(
-    dest: Path, target: TargetSpec, drafter: DrafterSpec, weights: WeightIndex, limits: Limits
-) -> None:
+def record(dest: Path, target: TargetSpec, drafter: DrafterSpec, weights: WeightIndex, limits: Limits) -> None:
     """Run the modules on `weights` and write ``vectors.npz`` under `dest`."""
     with torch.no_grad():
         arrays = Recorder(target, drafter, weights, limits).run()
@@ -65,12 +63,9 @@ class Recorder:
         room = limits.max_seq_len - 1 - sum(a + 1 for a in rounds)
         self.prompt_len = max(1, min(max(_PROMPT, limits.window + 5 if limits.window <= 64 else 0), room))
         rows = self.prompt_len + sum(a + 1 for a in rounds) + self.block + 1
-        self.caches = [
-            torch.zeros(2, target.num_kv_heads, rows, target.head_dim) for _ in range(2 * target.num_layers)
-        ]
+        self.caches = [torch.zeros(2, target.num_kv_heads, rows, target.head_dim) for _ in range(2 * target.num_layers)]
         self.rings = [
-            torch.zeros(2, drafter.num_kv_heads, limits.window, drafter.head_dim)
-            for _ in range(2 * drafter.num_layers)
+            torch.zeros(2, drafter.num_kv_heads, limits.window, drafter.head_dim) for _ in range(2 * drafter.num_layers)
         ]
         self.taps = torch.zeros(2, self.block + 1, len(drafter.taps) * drafter.hidden_size)
 

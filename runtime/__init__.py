@@ -1,7 +1,7 @@
 """The thin runtime: serve a bundle with speculative decoding, exactly.
 
-    >>> import runtime
-    >>> runtime.generate("engines/build/smollm2-135m", ["The capital of France is"], max_new_tokens=16)
+>>> import runtime
+>>> runtime.generate("engines/build/smollm2-135m", ["The capital of France is"], max_new_tokens=16)
 """
 
 from runtime.api import generate

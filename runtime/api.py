@@ -93,7 +93,9 @@ def prompt_ids(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[int, ...]:
     """
     if isinstance(prompt, str) or (len(prompt) and isinstance(prompt[0], dict)):
         if tokenizer is None:
-            raise RequestError("prompt", "the bundle has no tokenizer", expected="token ids", found=type(prompt).__name__)
+            raise RequestError(
+                "prompt", "the bundle has no tokenizer", expected="token ids", found=type(prompt).__name__
+            )
         return tuple(tokenizer.encode_text(prompt) if isinstance(prompt, str) else tokenizer.encode_chat(prompt))
     return tuple(prompt)
 

@@ -75,7 +75,9 @@ class Engine:
         manifest = self.bundle.manifest
         request.check(manifest.limits, manifest.models.vocab_size)
         if request.stop and self.tokenizer is None:
-            raise RequestError("stop", "the bundle has no tokenizer to find stop strings with", remedy="Use stop_token_ids")
+            raise RequestError(
+                "stop", "the bundle has no tokenizer to find stop strings with", remedy="Use stop_token_ids"
+            )
         if request.sampling.seed is None:
             request = replace(request, sampling=replace(request.sampling, seed=secrets.randbits(64)))
         handle = Handle(self._next_id)
@@ -171,7 +173,9 @@ class Engine:
         q: list[np.ndarray | None] = [None] * len(rows)
         draft_time = 0.0
         if drafting:
-            block, draft_time = self._draft([rows[i] for i in drafting], [sequences[i] for i in drafting], caps, drafting)
+            block, draft_time = self._draft(
+                [rows[i] for i in drafting], [sequences[i] for i in drafting], caps, drafting
+            )
             for k, i in enumerate(drafting):
                 confidence = None if block.confidence_logits is None else block.confidence_logits[k]
                 n = proposal_length(confidence, sequences[i].threshold, caps[i])

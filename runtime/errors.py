@@ -48,7 +48,9 @@ class DSparkError(ValueError):
 
     def at(self, where: str) -> Self:
         """The same error, said of a place further out: ``where: inner place: problem …``."""
-        return type(self)(f"{where}: {self.where}", self.problem, expected=self.expected, found=self.found, remedy=self.remedy)
+        return type(self)(
+            f"{where}: {self.where}", self.problem, expected=self.expected, found=self.found, remedy=self.remedy
+        )
 
 
 class CheckpointError(DSparkError):

@@ -107,7 +107,9 @@ def _replay(session: Session, vectors: dict[str, Array], tolerance: float) -> li
         known = slice(None) if settled else slice(1)
         if draft.confidence_logits is not None:
             reference = vectors[f"{r}.confidence"]
-            stages.append(_close(f"draft {r} confidence", draft.confidence_logits[0][known], reference[known], tolerance))
+            stages.append(
+                _close(f"draft {r} confidence", draft.confidence_logits[0][known], reference[known], tolerance)
+            )
         if draft.q is not None:
             stages.append(_close(f"draft {r} q", draft.q[0][known], vectors[f"{r}.q"][known], tolerance / 10))
         out = session.verify(vectors[f"{r}.verify_ids"][None], start, slot)

@@ -7,17 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from safetensors.torch import load_file
 
 from builder.backends.ort_cpu import OrtCpu
-from builder.checkpoints import load_drafter, load_target
-from builder.export import export_graphs
+from builder.export import export_drafter
 from builder.spec import DrafterCheckpoint, DrafterSpec, SourceInfo, TargetCheckpoint, TargetSpec
 from builder.weights import write_weights
 from runtime.manifest import Limits, Manifest, Memory, Models, Serving, Source
-from runtime.sessions.ort import OrtSession
 
 GOLDEN = Path(os.environ.get("DSPARK_GOLDEN", Path(__file__).parent / "golden"))
 """The golden vectors in use."""
@@ -70,12 +67,12 @@ def random_target(drafter: DrafterSpec, embeddings: Path | None = None) -> Targe
     return TargetCheckpoint(Path("random"), spec, Tensors(data), None, SourceInfo("test", "random"))
 
 
-def engines(
+def drafter_engines(
     dest: Path, target: TargetCheckpoint, drafter: DrafterCheckpoint, limits: Limits, debug: bool = False
 ) -> Manifest:
-    """Weights and engines in `dest`, and a manifest that a session can open."""
+    """Weights and the drafter's engines in `dest`, and a manifest that a session can open."""
     index = write_weights(dest, target, drafter, limits)
-    graphs = export_graphs(target.spec, drafter.spec, limits)
+    graphs = export_drafter(target.spec, drafter.spec, limits)
     backend = OrtCpu(debug=debug)
     return Manifest(
         format=1, producer="test", identity="", backend=backend.describe(), limits=limits,
@@ -87,19 +84,6 @@ def engines(
         engines=backend.compile(graphs, index, limits, dest), state=backend.state(target.spec, drafter.spec, limits),
         memory=Memory(0, 0, 0, 0), plugins=(), conventions={}, target=Source("", "", {}), drafter=Source("", "", {}), files={},
     )  # fmt: skip
-
-
-def pair_session(
-    dest: Path, target: Path, drafter: Path, limits: Limits, debug: bool = False
-) -> tuple[OrtSession, TargetSpec, DrafterSpec]:
-    """A session over a pair of checkpoint directories."""
-    t = load_target(target)
-    d = load_drafter(drafter, t)
-    return OrtSession(dest, engines(dest, t, d, limits, debug), threads=1), t.spec, d.spec
-
-
-def ints(*values: int) -> np.ndarray:
-    return np.array(values, np.int64)
 
 
 class SilentProgress:

@@ -18,6 +18,7 @@ from torch import Tensor
 DOMAIN = "dspark"
 VERSION = 1
 
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> Tensor:
     """Rotary embedding, half-split form: ``x[b, w, heads, d]`` at ``positions[b, w]``, tables ``[P, d/2]``."""
     flat = x.flatten(2)

@@ -82,8 +82,13 @@ def replace_value(graph: ir.Graph, old: ir.Value, new: ir.Value) -> None:
             graph.outputs[i] = new
 
 
-def constant(graph: ir.Graph, name: str, values: list[int]) -> ir.Value:
-    """An int64 vector initializer of the graph, made once per name."""
+def scalar(graph: ir.Graph, name: str, value: int) -> ir.Value:
+    """An int64 scalar initializer of the graph, made once per name."""
+    return constant(graph, name, value)
+
+
+def constant(graph: ir.Graph, name: str, values: list[int] | int) -> ir.Value:
+    """An int64 initializer of the graph, a vector or a scalar, made once per name."""
     if name not in graph.initializers:
         tensor = ir.tensor(values, dtype=ir.DataType.INT64, name=name)
         value = ir.Value(name=name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor)

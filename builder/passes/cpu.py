@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from builder.graphs.functions import CHAIN_CONSTANTS, chain_statements, parse_function
 from builder.graphs.ops import CHAIN_OPS, DOMAIN, SIGNATURES
-from builder.passes.base import GraphPass, constant, remove_unused, replace_value
+from builder.passes.base import GraphPass, constant, remove_unused, replace_value, scalar
 
 CPU_DOMAIN = "dspark.cpu"
 MICROSOFT = "com.microsoft"
@@ -155,9 +155,7 @@ class SlotsToBindings(GraphPass):
         if state.shape is None:
             raise RuntimeError(f"state {state.name!r} has no shape")
         dims = [*state.shape[1:]] if state.name == "taps" else [1, *state.shape[1:]]
-        rows = [
-            ir.Value(name=f"{state.name}.row{r}", shape=ir.Shape(dims), type=state.type) for r in range(self.batch)
-        ]
+        rows = [ir.Value(name=f"{state.name}.row{r}", shape=ir.Shape(dims), type=state.type) for r in range(self.batch)]
         self._rows[state] = rows
         at = self._graph.inputs.index(state)
         self._graph.inputs[at:at] = rows
@@ -172,9 +170,7 @@ class SlotsToBindings(GraphPass):
         zero, one = (constant(graph, f"const_{i}", [i]) for i in (0, 1))
         # At least one, written or not: empty tensors are where kernels crash.
         longest = tape.op("Max", [tape.op("ReduceMax", [new_len], {"keepdims": 1}), one])
-        cut = [
-            tape.op("Unsqueeze", [tape.op("Slice", [row, zero, longest, zero]), zero]) for row in self._rows[taps]
-        ]
+        cut = [tape.op("Unsqueeze", [tape.op("Slice", [row, zero, longest, zero]), zero]) for row in self._rows[taps]]
         stacked = cut[0] if len(cut) == 1 else tape.op("Concat", cut, {"axis": 0})
         graph.insert_before(gather, tape.nodes)
         gathered = gather.outputs[0]
@@ -227,21 +223,27 @@ class SlotsToBindings(GraphPass):
         q, k, v, k_cache, v_cache, start, _, cos, sin = (x for x in node.inputs if x is not None)
         if q.shape is None or k.shape is None:
             raise RuntimeError("CachedAttention without shapes")
-        heads, kv_heads = int(q.shape[2]), int(k.shape[2])
-        packed = _common_split(q, k, v)
-        lengths, totals = self._lengths(start, q)
+        heads, kv_heads, head_dim = int(q.shape[2]), int(k.shape[2]), int(q.shape[3])
         tape = ir.tape.Tape()
+        # The operator rotates by itself only heads of a multiple of 16.
+        rotates = head_dim % 16 == 0
+        if rotates:
+            tables: list[ir.Value | None] = [cos, sin]
+            packed = _common_split(q, k, v)
+        else:
+            tables, packed = [None, None], None
+            q, k = (self._rotated(tape, x, cos, sin, start) for x in (q, k))
+        lengths, totals = self._lengths(start)
         outs, new_k, new_v = [], [], []
+        whole = [(packed, heads + 2 * kv_heads)] if packed is not None else [(q, heads), (k, kv_heads), (v, kv_heads)]
+        parts = [(self._row_parts(x, tape), self._width(n * head_dim)) for x, n in whole]
         for r in range(self.batch):
-            if packed is not None:
-                query = tape.op("Reshape", [self._row_parts(packed)[r], self._flat(heads + 2 * kv_heads, q)])
-                qkv: list[ir.Value | None] = [query, None, None]
-            else:
-                qkv = [tape.op("Reshape", [self._row_parts(x)[r], self._flat(n, q)]) for x, n in zip((q, k, v), (heads, kv_heads, kv_heads), strict=True)]
+            qkv: list[ir.Value | None] = [tape.op("Reshape", [rows[r], width]) for rows, width in parts]
+            qkv += [None] * (3 - len(qkv))
             out, key, value = tape.op_multi_out(
                 "GroupQueryAttention",
-                [*qkv, self._rows[k_cache][r], self._rows[v_cache][r], lengths[r], totals[r], cos, sin],
-                {"num_heads": heads, "kv_num_heads": kv_heads, "do_rotary": 1},
+                [*qkv, self._rows[k_cache][r], self._rows[v_cache][r], lengths[r], totals[r], *tables],
+                {"num_heads": heads, "kv_num_heads": kv_heads, "do_rotary": int(rotates)},
                 domain=MICROSOFT,
                 num_outputs=3,
             )
@@ -255,50 +257,53 @@ class SlotsToBindings(GraphPass):
         self._replace_state(node.outputs[2], new_v)
         self._graph.remove(node, safe=False)
 
-    def _flat(self, heads: int, q: ir.Value) -> ir.Value:
-        if q.shape is None:
-            raise RuntimeError("attention without shapes")
-        width = heads * int(q.shape[3])
-        return constant(self._graph, f"flat_row_{width}", [1, -1, width])
+    def _rotated(self, tape: ir.tape.Tape, x: ir.Value, cos: ir.Value, sin: ir.Value, start: ir.Value) -> ir.Value:
+        """RoPE of ``[b, w, heads, d]`` at positions ``start[b] …``."""
+        axis = constant(self._graph, "const_1", [1])
+        zero, one = (scalar(self._graph, f"scalar_{i}", i) for i in (0, 1))
+        width = tape.op("Squeeze", [tape.op("Shape", [x], {"start": 1, "end": 2})])
+        positions = tape.op("Add", [tape.op("Unsqueeze", [start, axis]), tape.op("Range", [zero, width, one])])
+        heads_first = tape.op("Transpose", [x], {"perm": [0, 2, 1, 3]})
+        rotated = tape.op("RotaryEmbedding", [heads_first, cos, sin, positions])
+        out = tape.op("Transpose", [rotated], {"perm": [0, 2, 1, 3]})
+        out.shape, out.type = x.shape, x.type
+        return out
 
-    def _lengths(self, start: ir.Value, q: ir.Value) -> tuple[list[ir.Value], list[ir.Value]]:
+    def _width(self, width: int) -> ir.Value:
+        return constant(self._graph, f"row_of_{width}", [1, -1, width])
+
+    def _lengths(self, start: ir.Value) -> tuple[list[ir.Value], list[ir.Value]]:
         """GroupQueryAttention's ``seqlens_k`` (total - 1, ``[1]``) and ``total_sequence_length`` (scalar) of each row, int32."""
-        key = start
-        if key not in self._split:
+        if start not in self._split:
             graph = self._graph
             tape = ir.tape.Tape()
-            width = tape.op("Shape", [q], {"start": 1, "end": 2})
+            ids = next(v for v in graph.inputs if v.name == "ids")
+            width = tape.op("Shape", [ids], {"start": 1, "end": 2})
             one = constant(graph, "const_1", [1])
-            lengths = []
+            lengths: list[ir.Value] = []
             for part in self._row_parts(start):
                 total = tape.op("Add", [part, width])
                 last = tape.op("Cast", [tape.op("Sub", [total, one])], {"to": ir.DataType.INT32})
                 scalar = tape.op("Squeeze", [tape.op("Cast", [total], {"to": ir.DataType.INT32})])
                 lengths += [last, scalar]
-            producer = q.producer()
-            if producer is None:
-                raise RuntimeError("attention over a graph input")
-            graph.insert_after(producer, tape.nodes)
-            self._split[key] = lengths
-        pairs = self._split[key]
+            graph.insert_before(graph[0], tape.nodes)
+            self._split[start] = lengths
+        pairs = self._split[start]
         return pairs[0::2], pairs[1::2]
 
-    def _row_parts(self, value: ir.Value) -> list[ir.Value]:
-        """The value, ``[b, …]``, as b values ``[1, …]``."""
+    def _row_parts(self, value: ir.Value, tape: ir.tape.Tape | None = None) -> list[ir.Value]:
+        """The value, ``[b, …]``, as b values ``[1, …]``; `tape` is where it is being made, if it is new."""
         if self.batch == 1:
             return [value]
-        name = f"{value.name}.parts"
         cached = self._rows.get(value)
         if cached is None:
-            tape = ir.tape.Tape()
-            parts = tape.op_multi_out("Split", [value], {"axis": 0, "num_outputs": self.batch}, num_outputs=self.batch)
-            for r, part in enumerate(parts):
-                part.name = f"{name}{r}"
+            made = ir.tape.Tape() if tape is None else tape
+            parts = made.op_multi_out("Split", [value], {"axis": 0, "num_outputs": self.batch}, num_outputs=self.batch)
             producer = value.producer()
-            if producer is None:
-                self._graph.insert_before(self._graph[0], tape.nodes)
-            else:
-                self._graph.insert_after(producer, tape.nodes)
+            if tape is None and producer is None:
+                self._graph.insert_before(self._graph[0], made.nodes)
+            elif tape is None and producer is not None:
+                self._graph.insert_after(producer, made.nodes)
             cached = self._rows[value] = list(parts)
         return cached
 

@@ -60,7 +60,9 @@ class OrtSession:
         self._engines = {(e.graph, e.batch): _load(path / e.file, threads) for e in manifest.engines}
         self._calls: OrderedDict[tuple[Any, ...], _Call] = OrderedDict()
         self._debug_outputs = [
-            (o.name, o.shape[2]) for o in self._engines["draft", self.limits.batches[0]].get_outputs() if o.name in _DEBUG
+            (o.name, o.shape[2])
+            for o in self._engines["draft", self.limits.batches[0]].get_outputs()
+            if o.name in _DEBUG
         ]
         self.debug: Mapping[str, NDArray[Any]] = {}
         self._chunk_taps = np.empty(0, np.float32)
@@ -113,7 +115,12 @@ class OrtSession:
     ) -> DraftOut:
         real, width = uniforms.shape
         if (start <= 0).any():
-            raise RequestError("start_pos", "a draft needs committed tokens before the bonus token", expected="> 0", found=int(start.min()))
+            raise RequestError(
+                "start_pos",
+                "a draft needs committed tokens before the bonus token",
+                expected="> 0",
+                found=int(start.min()),
+            )
         batch = self._batch(real)
         slots = self._slots(slot, batch)
         sampled = bool((temperature > 0).any())
@@ -142,7 +149,9 @@ class OrtSession:
         for batch in self.limits.batches:
             if batch >= rows:
                 return batch
-        raise RequestError("batch", "no engine holds so many rows", expected=f"<= {self.limits.batches[-1]}", found=rows)
+        raise RequestError(
+            "batch", "no engine holds so many rows", expected=f"<= {self.limits.batches[-1]}", found=rows
+        )
 
     def _slots(self, slot: Int64, batch: int) -> tuple[int, ...]:
         return (*slot.tolist(), *[self._scratch] * (batch - len(slot)))
@@ -243,4 +252,6 @@ def _load(path: Path, threads: int | None) -> ort.InferenceSession:
     try:
         return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # the library has no narrower class for a model that it refuses
-        raise BundleError(path, "ONNX Runtime refuses this engine", found=str(error), remedy="Rebuild the bundle") from error
+        raise BundleError(
+            path, "ONNX Runtime refuses this engine", found=str(error), remedy="Rebuild the bundle"
+        ) from error

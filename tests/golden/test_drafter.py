@@ -12,8 +12,7 @@ from safetensors.numpy import load_file
 from builder.checkpoints.deepspec import load_deepspec
 from runtime.manifest import Limits
 from runtime.sessions.ort import OrtSession
-from tests.support import GOLDEN
-from tests.support import engines, random_target
+from tests.support import GOLDEN, drafter_engines, random_target
 
 CASES = sorted(p.name for p in (GOLDEN / "drafter").iterdir())
 TOLERANCE = 1e-4
@@ -40,7 +39,7 @@ class Case:
         count = len(self.sequences)
         batches = tuple(sorted({1, count}))
         limits = Limits(batches, count, self.window, 96, self.block, self.window)
-        self.session = OrtSession(dest, engines(dest, target, drafter, limits, debug=True), threads=1)
+        self.session = OrtSession(dest, drafter_engines(dest, target, drafter, limits, debug=True), threads=1)
         self.first = self.trace["context_first"]
 
     def seed(self, i: int) -> None:
