@@ -5,7 +5,7 @@ PY := .venv/bin/python
 BUILD_READY := .venv/.build-ready
 DEV_READY := .venv/.dev-ready
 
-.PHONY: help demo test lint format bench clean
+.PHONY: help demo target test lint format bench clean
 
 help:
 	@echo "make demo    build the demo pair and stream answers for three prompts"
@@ -18,8 +18,12 @@ help:
 demo: $(BUILD_READY)
 	$(PY) engines/demo.py
 
-test: lint
+test: lint target
 	$(PY) -m pytest
+
+# The demo's target (about 90 MB, fetched once), which the tests of the real pair need too.
+target: $(BUILD_READY)
+	$(PY) engines/demo.py --fetch
 
 lint: $(DEV_READY)
 	$(PY) -m ruff check .
@@ -30,7 +34,7 @@ format: $(DEV_READY)
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-bench: $(DEV_READY)
+bench: $(DEV_READY) target
 	$(PY) tests/bench/bench.py
 
 clean:

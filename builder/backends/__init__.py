@@ -30,6 +30,10 @@ class BackendBuilder(Protocol):
         """The state buffers that the engines read and update."""
         ...
 
+    def loaded_bytes(self, graphs: Mapping[str, Graph], weights: WeightIndex, limits: Limits) -> int:
+        """What the weights of all engines occupy once they are loaded, copies that the library makes included."""
+        ...
+
     def describe(self) -> Backend:
         """The manifest's entry: which library, of which version, must run the bundle."""
         ...

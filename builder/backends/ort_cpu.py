@@ -66,5 +66,10 @@ class OrtCpu:
             StateTensor("taps", "taps", taps, "float32"),
         )
 
+    def loaded_bytes(self, graphs: Mapping[str, Graph], weights: WeightIndex, limits: Limits) -> int:
+        """Each session packs the matrices of its graph anew, an lm_head besides the embedding that it equals."""
+        names = [name for graph in graphs.values() for name in graph.model.graph.initializers if name in weights.weights]
+        return len(limits.batches) * sum(weights.weights[name].nbytes for name in names)
+
     def describe(self) -> Backend:
         return Backend("ort-cpu", "onnxruntime", version("onnxruntime"), "any", "f32")

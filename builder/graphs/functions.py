@@ -185,33 +185,39 @@ _PICK_GREEDY = """
 """
 
 
-def chain_statements(op_type: str, sample: bool, prefix: str = "") -> str:
+CHAIN_RESULTS = SIGNATURES["MarkovChain"][1]
+"""ids, rows, q, logits: outputs of every chain."""
+
+
+def chain_statements(op_type: str, sample: bool, results: tuple[str, ...] = CHAIN_RESULTS) -> str:
     """The chain as a Scan over the slots; `sample` False takes the argmax everywhere and returns a q of one
-    column that means nothing (none at all crashes ONNX Runtime's Scan).
+    column that means nothing (none at all crashes ONNX Runtime's Scan). `results` names what comes out;
+    without a fourth name the corrected logits don't, a copy of the vocabulary a slot that only tests look at.
 
     A Scan, not an unrolled loop: W2 is packed once by the CPU's kernels, not once a slot.
     """
-    rank = "" if op_type == "PlainChain" else "rank = Shape <start = 1, end = 2> (w1)"
+    rank = "rank = Shape <start = 1, end = 2> (w1)"
     if op_type == "PlainChain":
         rank = "rank = Constant <value = int64[1] {0}> ()"
-    pick = _PICK_SAMPLED if sample else _PICK_GREEDY
+    logits = len(results) == len(CHAIN_RESULTS)
     return f"""
-  {prefix}b = Shape <start = 0, end = 1> (base)
+  b = Shape <start = 0, end = 1> (base)
   {rank}
-  empty = Concat <axis = 0> ({prefix}b, rank)
+  empty = Concat <axis = 0> (b, rank)
   no_rank = Constant <value = float[1, 1] {{0.0}}> ()
   state_0 = Expand (no_rank, empty)
-  prev_last, state_last, ids, rows, q, logits = Scan <
-    num_scan_inputs = 3, scan_input_axes = [1, 1, 1], scan_output_axes = [1, 1, 1, 1],
+  prev_last, state_last, {", ".join(results)} = Scan <
+    num_scan_inputs = 3, scan_input_axes = [1, 1, 1], scan_output_axes = [{", ".join("1" * len(results))}],
     body = slot (int64[B] prev, float[B, R] state, float[B, V] base_j, float[B, H] h, float[B] u)
-      => (int64[B] id_j, float[B, R] state_out, int64[B] id_out, float[B, R] row_out, float[B, Q] q_out, float[B, V] logits_out)
+      => (int64[B] id_j, float[B, R] state_out, int64[B] id_out, float[B, R] row_out, float[B, Q] q_out
+          {", float[B, V] logits_out" if logits else ""})
     {{
     {_BIAS[op_type]}
-    {pick}
+    {_PICK_SAMPLED if sample else _PICK_GREEDY}
     id_out = Identity (id_j)
     row_out = Identity (row)
     q_out = Identity (q_j)
-    logits_out = Identity (corrected)
+    {"logits_out = Identity (corrected)" if logits else ""}
     }}
   > (bonus, state_0, base, hidden, uniforms)
 """

@@ -64,19 +64,14 @@ _RING_ATTENTION = """
 """
 
 
-def _chain_body(op_type: str) -> str:
+def _chain_body(op_type: str, results: tuple[str, ...]) -> str:
     """Sampling costs a softmax and a running sum over the vocabulary a slot: taken only when some row samples."""
-    results = ("ids", "rows", "q", "logits")
 
     def branch(name: str, sample: bool) -> str:
-        statements = chain_statements(op_type, sample).replace(
-            "prev_last, state_last, ids, rows, q, logits = Scan",
-            "prev_last, state_last, " + ", ".join(f"{r}_{name}" for r in results) + " = Scan",
-        )
-        outputs = ", ".join(
-            f"{kind} {r}_{name}" for r, kind in zip(results, ("int64[B, S]", *(["float[B, S, X]"] * 3)), strict=True)
-        )
-        return f"{name} () => ({outputs}) {{ {statements} }}"
+        own = tuple(f"{result}_{name}" for result in results)
+        types = ["int64[B, S]", *["float[B, S, X]"] * (len(own) - 1)]
+        outputs = ", ".join(f"{kind} {result}" for kind, result in zip(types, own, strict=True))
+        return f"{name} () => ({outputs}) {{ {chain_statements(op_type, sample, own)} }}"
 
     return f"""
   {CHAIN_CONSTANTS}
@@ -87,13 +82,7 @@ def _chain_body(op_type: str) -> str:
 """
 
 
-def _function(op_type: str) -> ir.Function:
-    inputs, outputs = SIGNATURES[op_type]
-    if op_type in CHAIN_OPS.values():
-        body = _chain_body(op_type)
-    else:
-        inputs = tuple(i for i in inputs if i != "slot")
-        body = {"RingWrite": _RING_WRITE, "RingAttention": _RING_ATTENTION}[op_type]
+def _function(op_type: str, body: str, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> ir.Function:
     return ir.serde.deserialize_function(parse_function(CPU_DOMAIN, op_type, inputs, outputs, body))
 
 
@@ -190,25 +179,38 @@ class SlotsToBindings(GraphPass):
     def _lower(self, model: ir.Model, node: ir.Node) -> None:
         if node.op_type == "CachedAttention":
             self._cached_attention(node)
-            return
-        function = _function(node.op_type)
+        elif node.op_type in CHAIN_OPS.values():
+            self._chain(model, node)
+        else:
+            self._ring(model, node)
+
+    def _chain(self, model: ir.Model, node: ir.Node) -> None:
+        inputs, outputs = SIGNATURES[node.op_type]
+        logits = node.outputs[3]
+        if not logits.uses() and not logits.is_graph_output():
+            outputs = outputs[:3]
+            node.resize_outputs(3)
+        function = _function(node.op_type, _chain_body(node.op_type, outputs), inputs, outputs)
         model.functions[function.identifier()] = function
-        if node.op_type in CHAIN_OPS.values():
-            node.domain = CPU_DOMAIN
-            q = node.outputs[2]
-            if q.shape is not None:
-                q.shape = ir.Shape([*q.shape[:2], "columns"])  # V, or 1 where every row is greedy
-            return
-        state_inputs = {"RingWrite": (0,), "RingAttention": (3, 4)}[node.op_type]
+        node.domain = CPU_DOMAIN
+        q = node.outputs[2]
+        if q.shape is not None:
+            q.shape = ir.Shape([*q.shape[:2], "columns"])  # V, or 1 where every row is greedy
+
+    def _ring(self, model: ir.Model, node: ir.Node) -> None:
+        inputs, outputs = SIGNATURES[node.op_type]
+        body, states = {"RingWrite": (_RING_WRITE, (0,)), "RingAttention": (_RING_ATTENTION, (3, 4))}[node.op_type]
+        function = _function(node.op_type, body, inputs[:-1], outputs)
+        model.functions[function.identifier()] = function
         tape = ir.tape.Tape()
         results = []
         for r in range(self.batch):
-            inputs = [
-                self._rows[v][r] if i in state_inputs else self._row_parts(v)[r]
+            row = [
+                self._rows[v][r] if i in states else self._row_parts(v)[r]
                 for i, v in enumerate(node.inputs[:-1])
                 if v is not None
             ]
-            results.append(tape.op(node.op_type, inputs, domain=CPU_DOMAIN))
+            results.append(tape.op(node.op_type, row, domain=CPU_DOMAIN))
         out = node.outputs[0]
         if node.op_type == "RingWrite":
             self._replace_state(out, results)
@@ -217,7 +219,7 @@ class SlotsToBindings(GraphPass):
             merged = results[0] if self.batch == 1 else tape.op("Concat", results, {"axis": 0})
             self._graph.insert_before(node, tape.nodes)
             replace_value(self._graph, out, merged)
-        self._graph.remove(node, safe=False)
+        self._discard(node)
 
     def _cached_attention(self, node: ir.Node) -> None:
         q, k, v, k_cache, v_cache, start, _, cos, sin = (x for x in node.inputs if x is not None)
@@ -255,7 +257,7 @@ class SlotsToBindings(GraphPass):
         replace_value(self._graph, node.outputs[0], merged)
         self._replace_state(node.outputs[1], new_k)
         self._replace_state(node.outputs[2], new_v)
-        self._graph.remove(node, safe=False)
+        self._discard(node)
 
     def _rotated(self, tape: ir.tape.Tape, x: ir.Value, cos: ir.Value, sin: ir.Value, start: ir.Value) -> ir.Value:
         """RoPE of ``[b, w, heads, d]`` at positions ``start[b] …``."""
@@ -268,6 +270,12 @@ class SlotsToBindings(GraphPass):
         out = tape.op("Transpose", [rotated], {"perm": [0, 2, 1, 3]})
         out.shape, out.type = x.shape, x.type
         return out
+
+    def _discard(self, node: ir.Node) -> None:
+        """Remove a node whose outputs later operators still name, to be replaced in their turn; its inputs are let go."""
+        for i in range(len(node.inputs)):
+            node.replace_input_with(i, None)
+        self._graph.remove(node)
 
     def _width(self, width: int) -> ir.Value:
         return constant(self._graph, f"row_of_{width}", [1, -1, width])

@@ -43,7 +43,7 @@ def test_stages_in_order(stages: Stages, tmp_path: Path) -> None:
     assert [event.index for event in listener.events] == list(range(len(STAGES)))
     assert all(event.left > 0 for event in listener.events)
     assert list(report.seconds) == list(STAGES)
-    assert stages.calls == ["load_target", "load_drafter", "write_weights", "export_graphs", "compile", "record"]
+    assert stages.calls == ["load_target", "load_drafter", "write_weights", "record", "export_graphs", "compile"]
 
 
 def test_what_comes_out(stages: Stages, tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_warnings_are_told_and_kept(stages: Stages, tmp_path: Path) -> None:
     assert report.warnings == tuple(listener.warnings)
 
 
-@pytest.mark.parametrize("stage", ["write_weights", "export_graphs", "compile", "record"])
+@pytest.mark.parametrize("stage", ["write_weights", "record", "export_graphs", "compile"])
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
 def test_a_failing_stage_leaves_the_old_bundle(
     stages: Stages, tmp_path: Path, stage: str, error: BaseException
