@@ -1,4 +1,4 @@
-"""What tests of several folders share: a small bundle that is whole, without any model behind it."""
+"""What tests of several folders share: a small bundle that is whole, without any model behind it, and tiny real ones."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from builder.bundle import Staging, seal
+from builder.profile import Profile
 from runtime.manifest import Manifest
 from tests.examples import FILES, example_manifest
 
@@ -35,3 +36,25 @@ def make_bundle(tmp_path: Path) -> Callable[..., Path]:
         return tmp_path / name
 
     return make
+
+
+@pytest.fixture(scope="session")
+def tiny_bundle(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Builds a golden tiny pair (``llama`` or ``qwen3``), each once a run; keywords replace fields of `tests.support.TINY`.
+
+    Bundles are shared by all tests: whoever wants to change one copies it.
+    """
+    from builder.build import BuildOptions, build
+    from tests.support import GOLDEN, TINY, SilentProgress
+
+    built: dict[tuple[str, Profile], Path] = {}
+
+    def bundle(pair: str = "llama", **changes: object) -> Path:
+        profile = replace(TINY, **changes)  # type: ignore[arg-type]
+        if (pair, profile) not in built:
+            directory, out = GOLDEN / "e2e" / pair, tmp_path_factory.mktemp(pair) / "bundle"
+            build(BuildOptions(directory / "target", directory / "drafter", out, profile), SilentProgress())
+            built[pair, profile] = out
+        return built[pair, profile]
+
+    return bundle

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
 
 from builder.backends.ort_cpu import OrtCpu
-from builder.export import export_drafter
+from builder.bundle import seal
+from builder.export import Graph, export_drafter, export_graphs
+from builder.profile import Profile
 from builder.spec import DrafterCheckpoint, DrafterSpec, SourceInfo, TargetCheckpoint, TargetSpec
 from builder.weights import write_weights
+from runtime.bundle import open_bundle
 from runtime.manifest import Limits, Manifest, Memory, Models, Serving, Source
 
 GOLDEN = Path(os.environ.get("DSPARK_GOLDEN", Path(__file__).parent / "golden"))
@@ -71,8 +77,25 @@ def drafter_engines(
     dest: Path, target: TargetCheckpoint, drafter: DrafterCheckpoint, limits: Limits, debug: bool = False
 ) -> Manifest:
     """Weights and the drafter's engines in `dest`, and a manifest that a session can open."""
+    return _engines(dest, target, drafter, limits, debug, export_drafter(target.spec, drafter.spec, limits))
+
+
+def pair_engines(
+    dest: Path, target: TargetCheckpoint, drafter: DrafterCheckpoint, limits: Limits, debug: bool = False
+) -> Manifest:
+    """Weights and every engine in `dest`, and a manifest that a session can open."""
+    return _engines(dest, target, drafter, limits, debug, export_graphs(target.spec, drafter.spec, limits))
+
+
+def _engines(
+    dest: Path,
+    target: TargetCheckpoint,
+    drafter: DrafterCheckpoint,
+    limits: Limits,
+    debug: bool,
+    graphs: Mapping[str, Graph],
+) -> Manifest:
     index = write_weights(dest, target, drafter, limits)
-    graphs = export_drafter(target.spec, drafter.spec, limits)
     backend = OrtCpu(debug=debug)
     return Manifest(
         format=1, producer="test", identity="", backend=backend.describe(), limits=limits,
@@ -84,6 +107,32 @@ def drafter_engines(
         engines=backend.compile(graphs, index, limits, dest), state=backend.state(target.spec, drafter.spec, limits),
         memory=Memory(0, 0, 0, 0), plugins=(), conventions={}, target=Source("", "", {}), drafter=Source("", "", {}), files={},
     )  # fmt: skip
+
+
+TINY = Profile(
+    batches=(1, 2, 4), window=64, max_seq_len=128, prefill_chunk=4, max_draft=5, confidence_threshold=0.0
+)
+"""Of the bundles that `tiny_bundle` (tests/conftest.py) builds."""
+
+
+def tiny_prompts(pair: str) -> list[dict[str, Any]]:
+    """The golden prompts of a tiny pair (``input_ids``, ``greedy_new_tokens`` …)."""
+    prompts: list[dict[str, Any]] = json.loads((GOLDEN / "e2e" / pair / "prompts.json").read_text())["prompts"]
+    return prompts
+
+
+def copy_bundle(bundle: Path, to: Path, files: Mapping[str, bytes | None]) -> Path:
+    """A copy of a bundle with `files` replaced, added or removed (None), hashes made good again."""
+    shutil.copytree(bundle, to)
+    for name, content in files.items():
+        path = to / name
+        if content is None:
+            path.unlink()
+            continue
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(content)
+    seal(to, open_bundle(bundle).manifest)
+    return to
 
 
 class SilentProgress:

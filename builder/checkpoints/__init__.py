@@ -15,11 +15,10 @@ from builder.checkpoints.config import show
 from builder.checkpoints.deepspec import load_deepspec
 from builder.checkpoints.huggingface import load_huggingface
 from builder.checkpoints.safetensors_source import CONVERT, PICKLES
-from builder.checkpoints.sharing import share_with_target
 from builder.errors import CheckpointError
 from builder.spec import DrafterCheckpoint, TargetCheckpoint
 
-__all__ = ["load_drafter", "load_target", "share_with_target"]
+__all__ = ["load_drafter", "load_target"]
 
 TARGETS = "a Hugging Face directory (config.json, *.safetensors) or a .gguf file"
 DRAFTERS = "a DeepSpec directory (config.json, *.safetensors)"
