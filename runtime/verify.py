@@ -57,7 +57,7 @@ def proposal_length(confidence_logits: Float | None, threshold: float, cap: int)
         threshold: in [0, 1].
         cap: most drafts allowed, ≥ 0.
     """
-    if confidence_logits is None or cap <= 0:
+    if confidence_logits is None or cap <= 0 or threshold <= 0:
         return max(cap, 0)
     logits = np.asarray(confidence_logits, dtype=np.float32)[:cap]
     with np.errstate(over="ignore"):  # exp(-logit) = inf is right: the sigmoid is 0

@@ -109,7 +109,12 @@ _BODIES = {
   true = Constant <value = bool[1] {{1}}> ()
   block_visible = Expand (true, block_shape)
   both = Concat <axis = 1> (visible, block_visible)
-  mask = Unsqueeze (both, axes_12)
+  one_query = Unsqueeze (both, axes_12)
+  b = Shape <start = 0, end = 1> (q)
+  queries = Shape <start = 1, end = 2> (q)
+  total = Shape <start = 1, end = 2> (both)
+  mask_shape = Concat <axis = 0> (b, axes_1, queries, total)
+  mask = Expand (one_query, mask_shape)
   q_heads = Transpose <perm = [0, 2, 1, 3]> (q)
   k_heads = Transpose <perm = [0, 2, 1, 3]> (k)
   v_heads = Transpose <perm = [0, 2, 1, 3]> (v)
@@ -198,7 +203,8 @@ def chain_statements(op_type: str, sample: bool, results: tuple[str, ...] = CHAI
     """
     rank = "rank = Shape <start = 1, end = 2> (w1)"
     if op_type == "PlainChain":
-        rank = "rank = Constant <value = int64[1] {0}> ()"
+        # A column of zeros: ONNX Runtime's Scan crashes on values without any. `function` takes it off again.
+        rank = "rank = Constant <value = int64[1] {1}> ()"
     logits = len(results) == len(CHAIN_RESULTS)
     return f"""
   b = Shape <start = 0, end = 1> (base)
@@ -247,5 +253,10 @@ def parse_function(
 @cache
 def function(op_type: str) -> onnx.FunctionProto:
     """The standard-op body of a ``dspark`` operator."""
-    body = _BODIES.get(op_type) or CHAIN_CONSTANTS + chain_statements(op_type, sample=True)
+    body = _BODIES.get(op_type)
+    if body is None:
+        body = CHAIN_CONSTANTS + chain_statements(op_type, sample=True)
+        if op_type == "PlainChain":
+            body = CHAIN_CONSTANTS + chain_statements(op_type, sample=True, results=("ids", "column", "q", "logits"))
+            body += "axes_2 = Constant <value = int64[1] {2}> ()  rows = Slice (column, axes_0, axes_0, axes_2)"
     return parse_function(DOMAIN, op_type, *SIGNATURES[op_type], body)

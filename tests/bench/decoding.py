@@ -1,0 +1,251 @@
+"""Runs of the engine, timed from outside: what a round takes as a caller sees it, and how much of that is not the library's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+from runtime import Engine, Request
+from tests.bench.numbers import acceptance_by_position, median_ratio, summary
+from tests.bench.plan import KINDS, BenchPrompt, Plan
+
+PLAIN = {"speculate": False}
+MODES: dict[str, dict[str, Any]] = {
+    "plain": PLAIN,
+    "default": {},
+    "full_block": {"max_draft": None, "confidence_threshold": 0.0},
+}
+"""How the engine decodes; `max_draft` None stands for the whole block here."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One answer. `prefill_seconds` last until the first token came out, `step_seconds` from token to token (or round to
+    round) after it; `host_seconds` is what the engine's own clock says of its rounds.
+    """
+
+    prompt: str
+    kind: str
+    mode: str
+    token_ids: tuple[int, ...]
+    prefill_seconds: float
+    step_seconds: tuple[float, ...]
+    proposed: tuple[int, ...]
+    accepted: tuple[int, ...]
+    host_seconds: float
+
+    @property
+    def rounds(self) -> int:
+        return len(self.step_seconds)
+
+    @property
+    def decode_tokens(self) -> int:
+        """Tokens of the rounds: all but the prefill's."""
+        return len(self.token_ids) - 1
+
+    @property
+    def token_seconds(self) -> float:
+        """Wall seconds per token in decode."""
+        return sum(self.step_seconds) / self.decode_tokens
+
+    def plain(self) -> dict[str, object]:
+        """For JSON: sums instead of each step."""
+        return {
+            "prompt": self.prompt,
+            "mode": self.mode,
+            "tokens": len(self.token_ids),
+            "prefill_seconds": self.prefill_seconds,
+            "decode_seconds": sum(self.step_seconds),
+            "rounds": self.rounds,
+            "proposed": list(self.proposed),
+            "accepted": list(self.accepted),
+            "host_seconds": self.host_seconds,
+        }
+
+
+def run(engine: Engine, prompt: BenchPrompt, tokens: int, mode: str, **options: Any) -> Run | None:
+    """Answer a prompt greedily, up to `tokens` tokens. None for an answer that ends with its first token."""
+    handle = engine.submit(Request(prompt_ids=prompt.ids, max_new_tokens=tokens, **options))
+    stamps = [perf_counter()]
+    for _ in engine.stream(handle):
+        stamps.append(perf_counter())
+    result = engine.result(handle)
+    if len(stamps) < 3:
+        return None
+    steps = tuple(b - a for a, b in zip(stamps[1:], stamps[2:], strict=False))
+    stats = result.stats
+    # A text that becomes certain with the last token alone comes as a piece of its own, without a round.
+    return Run(
+        prompt.name, prompt.kind, mode, result.token_ids, stamps[1] - stamps[0], steps[: stats.rounds],
+        tuple(stats.proposed), tuple(stats.accepted), stats.seconds.host,
+    )  # fmt: skip
+
+
+def options_of(engine: Engine, mode: str) -> dict[str, Any]:
+    """The request's options for one of `MODES`."""
+    options = dict(MODES[mode])
+    if "max_draft" in options:
+        options["max_draft"] = engine.bundle.manifest.limits.block_size
+    return options
+
+
+def measure_speculation(engine: Engine, prompts: Sequence[BenchPrompt], plan: Plan) -> dict[str, object]:
+    """Plain, the bundle's default and the full block on every prompt, one after the other, the order turning from pair to
+    pair.
+    """
+    for mode in MODES:  # makes every binding
+        run(engine, prompts[0], 24, mode, **options_of(engine, mode))
+    runs: list[Run] = []
+    groups: list[dict[str, Run]] = []
+    for turn, prompt in enumerate(p for _ in range(plan.repeats) for p in prompts):
+        order = [*MODES][turn % len(MODES) :] + [*MODES][: turn % len(MODES)]
+        made = {mode: run(engine, prompt, plan.tokens, mode, **options_of(engine, mode)) for mode in order}
+        group = {mode: item for mode, item in made.items() if item is not None}
+        runs += group.values()
+        if len(group) == len(MODES):
+            groups.append(group)
+    by_kind = {kind: compare([g for g in groups if g["plain"].kind == kind]) for kind in KINDS}
+    return {
+        "kinds": by_kind,
+        "all": compare(groups),
+        "runs": [item.plain() for item in runs],
+        "serving": {
+            "max_draft": engine.bundle.manifest.serving.max_draft,
+            "confidence_threshold": engine.bundle.manifest.serving.confidence_threshold,
+        },
+    }
+
+
+def compare(groups: Sequence[dict[str, Run]]) -> dict[str, Any]:
+    """Every mode of the groups against the plain run of the same group."""
+    if not groups:
+        return {}
+    result: dict[str, Any] = {}
+    for mode in groups[0]:
+        runs = [group[mode] for group in groups]
+        plain = [group["plain"] for group in groups]
+        per_prompt = {
+            name: median_ratio(*_token_seconds([(g["plain"], g[mode]) for g in groups if g[mode].prompt == name]))
+            for name in dict.fromkeys(item.prompt for item in runs)
+        }
+        worst = min(per_prompt, key=lambda name: per_prompt[name])
+        result[mode] = {
+            "tokens_per_second": summary(1 / item.token_seconds for item in runs),
+            "speedup": median_ratio(*_token_seconds(list(zip(plain, runs, strict=True)))),
+            "speedup_with_prefill": median_ratio(
+                [p.prefill_seconds + sum(p.step_seconds) for p in plain],
+                [r.prefill_seconds + sum(r.step_seconds) for r in runs],
+            ),
+            "speedup_by_prompt": per_prompt,
+            "worst_prompt": {"name": worst, "speedup": per_prompt[worst]},
+            "tokens_per_round": sum(item.decode_tokens for item in runs) / sum(item.rounds for item in runs),
+            "proposed_per_round": sum(sum(item.proposed) for item in runs) / sum(item.rounds for item in runs),
+            "acceptance_by_position": acceptance_by_position(
+                [n for item in runs for n in item.proposed], [n for item in runs for n in item.accepted]
+            ),
+            "host_ms_per_round": median(1e3 * item.host_seconds / item.rounds for item in runs),
+            "identical": sum(a.token_ids == b.token_ids for a, b in zip(plain, runs, strict=True)),
+            "pairs": len(runs),
+        }
+    return result
+
+
+def _token_seconds(pairs: Sequence[tuple[Run, Run]]) -> tuple[list[float], list[float]]:
+    return [a.token_seconds for a, _ in pairs], [b.token_seconds for _, b in pairs]
+
+
+@dataclass
+class CallLog:
+    """Calls since the last `clear`: what was called, how wide, how long."""
+
+    calls: list[tuple[str, int, float]] = field(default_factory=list)
+
+    def seconds(self) -> float:
+        return sum(call[2] for call in self.calls)
+
+
+class _Timed:
+    """Stands before an object and times some of its methods."""
+
+    def __init__(self, inner: Any, names: Sequence[str], log: CallLog) -> None:
+        self._inner, self._names, self._log = inner, frozenset(names), log
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._inner, name)
+        if name not in self._names:
+            return method
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            began = perf_counter()
+            result = method(*args, **kwargs)
+            seconds = perf_counter() - began
+            wide = kwargs["uniforms"] if name == "draft" else args[0]
+            self._log.calls.append((name, wide.shape[1] if hasattr(wide, "shape") and wide.ndim > 1 else 0, seconds))
+            return result
+
+        return timed
+
+
+@contextmanager
+def logged_session(engine: Engine) -> Iterator[CallLog]:
+    """Log the engine's calls into its session."""
+    log, session = CallLog(), engine._session
+    engine._session = _Timed(session, ("prefill", "seed", "verify", "draft"), log)  # type: ignore[assignment]
+    try:
+        yield log
+    finally:
+        engine._session = session
+
+
+@contextmanager
+def logged_library(engine: Engine) -> Iterator[CallLog]:
+    """Log the session's calls into the inference library alone. Raises AttributeError for a session of another make."""
+    session: Any = engine._session
+    log, engines = CallLog(), session._engines
+    session._engines = {key: _Timed(item, ("run_with_iobinding",), log) for key, item in engines.items()}
+    try:
+        yield log
+    finally:
+        session._engines = engines
+
+
+def measure_host(engine: Engine, prompts: Sequence[BenchPrompt], plan: Plan) -> dict[str, object]:
+    """Milliseconds a round outside the library, in three ways: the engine's clock; the wall between pieces less the calls into
+    the session; the same less the calls into the library alone, the session's own Python counted as host.
+    """
+    result: dict[str, object] = {}
+    for mode in ("plain", "default"):
+        options = options_of(engine, mode)
+        run(engine, prompts[0], 24, mode, **options)
+        clock = [item for p in prompts if (item := run(engine, p, plan.tokens, mode, **options)) is not None]
+        result[mode] = {
+            "engine_clock_ms": summary(1e3 * item.host_seconds / item.rounds for item in clock),
+            "outside_session_ms": summary(_outside(engine, prompts, plan, mode, logged_session)),
+            "outside_library_ms": summary(_outside(engine, prompts, plan, mode, logged_library)),
+        }
+    return result
+
+
+def _outside(engine: Engine, prompts: Sequence[BenchPrompt], plan: Plan, mode: str, logged: Any) -> list[float]:
+    """Milliseconds of each round outside the logged calls."""
+    outside: list[float] = []
+    with logged(engine) as log:
+        for prompt in prompts:
+            options = options_of(engine, mode)
+            handle = engine.submit(Request(prompt_ids=prompt.ids, max_new_tokens=plan.tokens, **options))
+            pieces = engine.stream(handle)
+            next(pieces)  # the prefill
+            log.calls.clear()
+            began = perf_counter()
+            for _ in pieces:
+                now = perf_counter()
+                if log.calls:
+                    outside.append(1e3 * (now - began - log.seconds()))
+                log.calls.clear()
+                began = perf_counter()
+            engine.result(handle)
+    return outside
