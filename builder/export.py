@@ -1,7 +1,8 @@
 """One export a graph: torch modules on the meta device to ONNX, weights left as names.
 
-The result is back-end neutral: batch and width are symbolic, state is whole and slot-indexed, the ``dspark`` operators carry
-their standard-op bodies as local functions. `builder.weights` says where each weight lies; `builder.passes` specialise.
+The result is back-end neutral: batch and width are symbolic, state is whole and slot-indexed, the ``dspark`` operators
+carry their standard-op bodies as local functions. `builder.weights` says where each weight lies; `builder.passes`
+specialise.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ _B, _W = 2, 3
 
 @dataclass(frozen=True)
 class Graph:
-    """An exported graph. `name` is ``target``, ``draft`` or ``seed``; `states` are the names of its state inputs in order, each
-    with an output ``<name>.new`` (the taps, which draft only reads, have none); weight names carry the prefix ``target.`` or
-    ``drafter.``."""
+    """An exported graph. `name` is ``target``, ``draft`` or ``seed``; `states` are the names of its state inputs in
+    order, each with an output ``<name>.new`` (the taps, which draft only reads, have none); weight names carry the
+    prefix ``target.`` or ``drafter.``."""
 
     name: str
     model: ir.Model
@@ -142,7 +143,7 @@ def _export(
     outputs: tuple[str, ...],
     state_inputs: tuple[str, ...],
 ) -> Graph:
-    """Export `module`, whose last argument is a list of like states; the taps, where it reads them, are an ordinary input."""
+    """Export `module`, whose last argument is a list of like states; the taps that it may read are a usual input."""
     updated = [name for name in state_inputs if name != "taps"]
     # A tensor each: export takes two inputs that are one object for the same input.
     args = (*(t for t, _ in inputs.values()), [torch.empty_like(state[0]) for _ in updated])
@@ -184,7 +185,7 @@ def _export(
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """The exporter reports its own housekeeping (absent torchvision, unnamed axes) as warnings: none concerns a user."""
+    """The exporter warns of its own housekeeping (absent torchvision, unnamed axes): none of it concerns a user."""
     loggers = [logging.getLogger(n) for n in ("torch.onnx", "onnxscript", "onnx_ir", "torch.export")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

@@ -1,7 +1,7 @@
 """What a checkpoint is, once its packaging has been normalised away: frozen facts and a lazy source of tensors.
 
-Everything after `builder.checkpoints` sees only these types. Model families differ in data here (a flag, a count), never in
-branches further down.
+Everything after `builder.checkpoints` sees only these types. Model families differ in data here (a flag, a count),
+never in branches further down.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ class RopeSpec:
 class TargetSpec:
     """A decoder-only target (Llama or Qwen3 shape: pre-norm, GQA, SwiGLU).
 
-    `qk_norm` is Qwen3's RMSNorm over each head of q and k. `qkv_bias` and `o_bias` are the attention's biases, `mlp_bias` the
-    MLP's. `tied` means that lm_head is the embedding matrix, and that no ``lm_head.weight`` exists in the source.
+    `qk_norm` is Qwen3's RMSNorm over each head of q and k. `qkv_bias` and `o_bias` are the attention's biases,
+    `mlp_bias` the MLP's. `tied` means that lm_head is the embedding matrix, and that no ``lm_head.weight`` exists in
+    the source.
     """
 
     family: str
@@ -59,9 +60,9 @@ class DrafterSpec:
     """A DSpark drafter (Qwen3-shaped layers over taps of the target).
 
     `taps` are target layer ids in order (``-1`` is the embedding output, ``L`` the output of layer ``L``). `markov` is
-    ``none``, ``vanilla``, ``gated`` or ``rnn`` with rank `markov_rank`. `confidence` is ``none``, ``hidden`` (from the hidden
-    state alone) or ``markov`` (hidden state and W1 row of the previous token). `own_embeddings` / `own_lm_head` say whether
-    the checkpoint brings its own, otherwise the target's are used.
+    ``none``, ``vanilla``, ``gated`` or ``rnn`` with rank `markov_rank`. `confidence` is ``none``, ``hidden`` (from the
+    hidden state alone) or ``markov`` (hidden state and W1 row of the previous token). `own_embeddings` / `own_lm_head`
+    say whether the checkpoint brings its own, otherwise the target's are used.
     """
 
     block_size: int
@@ -89,8 +90,8 @@ class DrafterSpec:
 class TensorSource(Protocol):
     """Tensors by canonical name, read one at a time. Shapes and dtypes are known without reading any data.
 
-    Names are those of the Hugging Face / DeepSpec state dicts (``model.layers.0.self_attn.q_proj.weight``, ``fc.weight`` …)
-    whatever the packaging on disk.
+    Names are those of the Hugging Face / DeepSpec state dicts (``model.layers.0.self_attn.q_proj.weight``,
+    ``fc.weight`` …) whatever the packaging on disk.
     """
 
     def names(self) -> frozenset[str]: ...
@@ -119,8 +120,8 @@ class TokenizerData:
 
 @dataclass(frozen=True)
 class SourceInfo:
-    """Where a checkpoint came from: packaging name (``deepspec``, ``huggingface``, ``gguf``), its directory's or file's base
-    name, and the sha256 of each file read."""
+    """Where a checkpoint came from: packaging name (``deepspec``, ``huggingface``, ``gguf``), its directory's or file's
+    base name, and the sha256 of each file read."""
 
     packaging: str
     name: str

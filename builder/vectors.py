@@ -1,11 +1,13 @@
-"""The bundle's own vectors: a short conversation with the float32 torch modules, for `validate` to replay on the engines.
+"""A bundle's own vectors: a short conversation with the float32 torch modules, which `validate` replays on the engines.
 
 Nothing here touches an engine or an inference library. The file is ``vectors.npz``:
 
-- ``prompt`` int64 ``[P]`` and ``chunks`` int64: prefilled in these sizes, ``prefill.logits`` float32 ``[chunks, V]`` after each;
-- for each round r: ``r.inputs`` int64 ``[bonus, start, valid_len, new_len]``, ``r.temperature`` and ``r.uniforms`` ``[B]`` (inputs of draft),
-  ``r.ids`` ``[B]``, ``r.confidence`` ``[B]`` (with a head), ``r.q`` ``[B, V]`` (rounds that sample), ``r.margin`` (least gap between what was
-  picked and the next best); ``r.verify_ids`` ``[B+1]`` and ``r.logits`` ``[B+1, V]``.
+- ``prompt`` int64 ``[P]`` and ``chunks`` int64: prefilled in these sizes, ``prefill.logits`` float32 ``[chunks, V]``
+  after each;
+- for each round r: ``r.inputs`` int64 ``[bonus, start, valid_len, new_len]``, ``r.temperature`` and ``r.uniforms``
+  ``[B]`` (inputs of draft), ``r.ids`` ``[B]``, ``r.confidence`` ``[B]`` (with a head), ``r.q`` ``[B, V]`` (rounds that
+  sample), ``r.margin`` (least gap between what was picked and the next best); ``r.verify_ids`` ``[B+1]`` and
+  ``r.logits`` ``[B+1, V]``.
 
 How many drafts a round accepts is scripted, so a replay never depends on what an engine picked.
 """
@@ -13,6 +15,7 @@ How many drafts a round accepts is scripted, so a replay never depends on what a
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,7 +37,8 @@ _TRIES = 8
 def record(dest: Path, target: TargetSpec, drafter: DrafterSpec, weights: WeightIndex, limits: Limits) -> None:
     """Run the modules on `weights` and write ``vectors.npz`` under `dest`."""
     with torch.no_grad():
-        arrays = Recorder(target, drafter, weights, limits).run()
+        # Any: savez has a keyword of its own besides the arrays.
+        arrays: dict[str, Any] = Recorder(target, drafter, weights, limits).run()
     np.savez(dest / VECTORS_NAME, **arrays)
 
 
@@ -83,8 +87,8 @@ class Recorder:
         for chunk in chunks:
             out, taps = self._target(prompt[at : at + chunk], at, [chunk - 1])
             logits.append(out[0])
-            slot, start = torch.tensor([0]), torch.tensor([at])
-            self.rings = list(self.nets["seed"](taps, start, torch.tensor([chunk]), slot, self.rings))
+            rows = (torch.tensor([value]) for value in (at, chunk, 0))
+            self.rings = list(self.nets["seed"](taps, *rows, self.rings))
             at += chunk
         arrays["prefill.logits"] = np.stack(logits)
         bonus, start, new_len = int(logits[-1].argmax()), self.prompt_len, 0
@@ -94,7 +98,7 @@ class Recorder:
             for _ in range(_TRIES):
                 uniforms = (rng.integers(0, 2**23, self.block) / 2**23).astype(np.float32)
                 ids = self._draft(arrays, f"{r}", inputs, temperature, uniforms)
-                # A uniform that falls between two nearly equal sums would say nothing of an engine that draws differently.
+                # A uniform that falls near a running sum would say nothing of an engine that draws differently.
                 if temperature == 0 or arrays[f"{r}.margin"] > SAMPLING_MARGIN:
                     break
             verify_ids = np.array([bonus, *ids])
@@ -130,10 +134,10 @@ class Recorder:
                 self.rings,
             )
         )
-        ids = out.pop(0)[0].numpy()
+        ids: np.ndarray = out.pop(0)[0].numpy()
         arrays |= {
             f"{name}.inputs": np.array(inputs),
-            f"{name}.temperature": np.float32(temperature),
+            f"{name}.temperature": np.array(temperature, np.float32),
             f"{name}.uniforms": uniforms,
             f"{name}.ids": ids,
         }
@@ -143,8 +147,9 @@ class Recorder:
         if temperature > 0:
             arrays[f"{name}.q"] = q[0].numpy()
             cdf = q[0].double().cumsum(-1)
-            arrays[f"{name}.margin"] = np.float32((cdf - torch.from_numpy(uniforms)[:, None] * cdf[:, -1:]).abs().min())
+            gaps = cdf - torch.from_numpy(uniforms)[:, None] * cdf[:, -1:]
         else:
             best = corrected[0].topk(2).values
-            arrays[f"{name}.margin"] = np.float32((best[:, 0] - best[:, 1]).min())
+            gaps = best[:, 0] - best[:, 1]
+        arrays[f"{name}.margin"] = np.array(float(gaps.abs().min()), np.float32)
         return ids

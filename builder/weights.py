@@ -1,10 +1,11 @@
-"""One weights file for every graph: each checkpoint tensor is read once, written once, and shared by whoever names it."""
+"""One weights file for every graph: each checkpoint tensor is read once, written once, and shared by its users."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -58,19 +59,19 @@ def write_weights(dest: Path, target: TargetCheckpoint, drafter: DrafterCheckpoi
 
     The rotary tables go in too, one row a position the engines can reach.
 
-    A weight made of several tensors (q, k and v) lies as one stretch, so a weight made of part of them (k and v) costs nothing.
-    Tensors with equal bytes, such as tied or copied embeddings, are stored once.
+    A weight made of several tensors (q, k and v) lies as one stretch, so a weight made of part of them (k and v) costs
+    nothing. Tensors with equal bytes, such as tied or copied embeddings, are stored once.
     """
     sources: dict[str, TensorSource] = {"target": target.tensors, "drafter": drafter.tensors}
     writer = _Writer(dest / WEIGHTS_NAME)
     weights: dict[str, Weight] = {}
     with writer.file:
         for name, pieces in weight_plan(target.spec, drafter.spec):
-            weights[name] = writer.add([(p, lambda p=p: sources[p.source].read(p.tensor)) for p in pieces])
+            weights[name] = writer.add([(p, partial(sources[p.source].read, p.tensor)) for p in pieces])
         positions = limits.max_seq_len + limits.block_size
         for model, spec in (("target", target.spec), ("drafter", drafter.spec)):
             for part, table in zip(("cos", "sin"), rope_tables(spec.rope, spec.head_dim, positions), strict=True):
-                weights[f"{model}.{part}"] = writer.add([(_Piece(model, part), lambda table=table: table)])
+                weights[f"{model}.{part}"] = writer.add([(_Piece(model, part), partial(torch.clone, table))])
     return WeightIndex(writer.path, weights, writer.end)
 
 
@@ -92,14 +93,14 @@ class _Writer:
         arrays = [read().to(torch.float32).contiguous().numpy() for _, read in pieces]
         digest = hashlib.sha256(repr([a.shape for a in arrays]).encode())
         for array in arrays:
-            digest.update(array)
+            digest.update(array.data)
         key = digest.digest()
         if key not in self._by_digest:
             self.end += self.file.write(b"\0" * (-self.end % _ALIGN))
             parts = []
             for array in arrays:
                 parts.append(Weight(self.end, array.shape))
-                self.end += self.file.write(array)
+                self.end += self.file.write(array.data)
             rows = sum(a.shape[0] for a in arrays)
             self._by_digest[key] = Weight(parts[0].offset, (rows, *arrays[0].shape[1:]))
         offset = self._by_digest[key].offset

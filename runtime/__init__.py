@@ -2,21 +2,30 @@
 
 >>> import runtime
 >>> runtime.generate("engines/build/smollm2-135m", ["The capital of France is"], max_new_tokens=16)
+
+Names are loaded when they are first used: importing the package takes no numpy and no inference library, so that the
+command line can say which of them is missing.
 """
 
-from runtime.api import generate
-from runtime.engine import Engine, Handle
-from runtime.errors import (
-    BackendUnavailable,
-    BundleError,
-    CheckpointError,
-    DSparkError,
-    ProfileError,
-    RequestError,
-)
-from runtime.request import Request, Result, Stats
-from runtime.sampling import SamplingParams
-from runtime.sequence import Piece
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from runtime.api import generate
+    from runtime.engine import Engine, Handle
+    from runtime.errors import (
+        BackendUnavailable,
+        BundleError,
+        CheckpointError,
+        DSparkError,
+        ProfileError,
+        RequestError,
+    )
+    from runtime.request import Request, Result, Stats
+    from runtime.sampling import SamplingParams
+    from runtime.sequence import Piece
 
 __all__ = [
     "BackendUnavailable",
@@ -34,3 +43,33 @@ __all__ = [
     "Stats",
     "generate",
 ]
+
+_MODULES = {
+    "runtime.api": ("generate",),
+    "runtime.engine": ("Engine", "Handle"),
+    "runtime.errors": (
+        "BackendUnavailable",
+        "BundleError",
+        "CheckpointError",
+        "DSparkError",
+        "ProfileError",
+        "RequestError",
+    ),
+    "runtime.request": ("Request", "Result", "Stats"),
+    "runtime.sampling": ("SamplingParams",),
+    "runtime.sequence": ("Piece",),
+}
+_HOME = {name: module for module, names in _MODULES.items() for name in names}
+
+
+if not TYPE_CHECKING:  # a type checker sees the imports above, and so still finds names that don't exist
+
+    def __getattr__(name: str) -> object:
+        if name not in _HOME:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(import_module(_HOME[name]), name)
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
+from typing import cast
 
 from runtime.engine import Engine
 from runtime.errors import RequestError
@@ -33,7 +34,8 @@ def generate(
 
     Args:
         bundle: a bundle's directory, or an `Engine` that already serves one.
-        prompts: each is raw text, a list of messages (``{"role": …, "content": …}``, put through the chat template), or token ids.
+        prompts: each is raw text, a list of messages (``{"role": …, "content": …}``, put through the chat template), or
+            token ids.
         max_new_tokens: most tokens a result has; 0 gives empty results.
         temperature: 0 takes the most probable token, else tokens are drawn.
         top_p: tokens are drawn from the smallest set with this much probability.
@@ -91,13 +93,17 @@ def prompt_ids(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[int, ...]:
     Raises:
         RequestError: text or messages for a bundle without a tokenizer or template, or a prompt of no known kind.
     """
-    if isinstance(prompt, str) or (len(prompt) and isinstance(prompt[0], dict)):
-        if tokenizer is None:
-            raise RequestError(
-                "prompt", "the bundle has no tokenizer", expected="token ids", found=type(prompt).__name__
-            )
-        return tuple(tokenizer.encode_text(prompt) if isinstance(prompt, str) else tokenizer.encode_chat(prompt))
-    return tuple(prompt)
+    if not isinstance(prompt, Iterable) or isinstance(prompt, Mapping | bytes):
+        kinds = "text, a list of messages, or a list of token ids"
+        raise RequestError("prompt", "of no known kind", expected=kinds, found=type(prompt).__name__)
+    items = tuple(prompt)
+    if not isinstance(prompt, str) and not isinstance(next(iter(items), None), Mapping):
+        return cast("tuple[int, ...]", items)  # `Request` looks at each
+    if tokenizer is None:
+        raise RequestError("prompt", "the bundle has no tokenizer", expected="token ids", found=type(prompt).__name__)
+    if isinstance(prompt, str):
+        return tuple(tokenizer.encode_text(prompt))
+    return tuple(tokenizer.encode_chat(cast("tuple[Message, ...]", items)))
 
 
 def _run(engine: Engine, requests: list[Request]) -> list[Result]:

@@ -1,8 +1,8 @@
 """The engine: requests in, tokens out, over fixed-batch sessions.
 
-A step reads as it runs: schedule → prefill / draft → verify → accept → emit. What is accepted is decided by the pure functions of
-`runtime.verify`, which rows run by `runtime.scheduler`, what a ring holds by `runtime.slots`; this module only carries values
-between them and the session.
+A step reads as it runs: schedule → prefill / draft → verify → accept → emit. What is accepted is decided by the pure
+functions of `runtime.verify`, which rows run by `runtime.scheduler`, what a ring holds by `runtime.slots`; this module
+only carries values between them and the session.
 """
 
 from __future__ import annotations

@@ -112,8 +112,8 @@ class StateTensor:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes: the weights once loaded (copies that the library packs included), the state of one slot (the ring's part apart), and
-    the total that serving takes."""
+    """Bytes: the weights once loaded (copies that the library packs included), the state of one slot (the ring's part
+    apart), and the total that serving takes."""
 
     weights: int
     per_slot: int

@@ -138,6 +138,13 @@ class Result:
     finish_reason: FinishReason
     stats: Stats
 
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens after the first (the prefill's) over the seconds their rounds took; 0 without rounds."""
+        seconds = self.stats.seconds
+        spent = seconds.draft + seconds.verify + seconds.host
+        return (len(self.token_ids) - 1) / spent if self.stats.rounds and spent > 0 else 0.0
+
 
 @dataclass
 class StatsRecorder:

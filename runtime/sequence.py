@@ -1,4 +1,4 @@
-"""One request while it runs: what it may still emit, its random numbers, its text, its statistics. No model, no slot."""
+"""One request while it runs: what it may still emit, its random numbers, text and statistics. No model, no slot."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Does this bundle compute on this machine what it was built to compute? Replays the vectors stored in it.
 
-The vectors come from the float32 torch modules at build time (`builder.vectors` says what they hold), never from an engine.
+The vectors come from the float32 torch modules at build time, never from an engine; `builder.vectors` says what they
+hold.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import zipfile
 from dataclasses import dataclass
 from os import PathLike
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,13 +22,13 @@ from runtime.sessions.base import Session
 VECTORS_NAME = "vectors.npz"
 
 TOLERANCE = {"f32": 5e-4}
-"""By precision: most that a logit may differ, absolute, where logits are of order 1 to 30. Probabilities get a tenth of it."""
+"""By precision: most that a logit may differ, absolute, where they are of order 1 to 30; probabilities get a tenth."""
 
 MARGIN, SAMPLING_MARGIN = 1e-3, 1e-4
-"""Where the best two logits (when sampling: the running sum and the uniform) are nearer than this, another rounding may pick
-another token: ids are then not compared."""
+"""Where the best two logits (when sampling: the running sum and the uniform) are nearer than this, another rounding may
+pick another token: ids are then not compared."""
 
-Array = NDArray[np.generic]
+Array = NDArray[Any]
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
-"""What tests of several folders share: a small bundle that is whole, without any model behind it, and tiny real ones."""
+"""What tests of several folders share: a small bundle that is whole without any model behind it, and tiny real ones."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -40,7 +41,8 @@ def make_bundle(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def tiny_bundle(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Builds a golden tiny pair (``llama`` or ``qwen3``), each once a run; keywords replace fields of `tests.support.TINY`.
+    """Builds a golden tiny pair (``llama`` or ``qwen3``), each once a run; keywords replace fields of
+    `tests.support.TINY`.
 
     Bundles are shared by all tests: whoever wants to change one copies it.
     """
@@ -58,3 +60,25 @@ def tiny_bundle(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]
         return built[pair, profile]
 
     return bundle
+
+
+@pytest.fixture(scope="session")
+def talking_bundle(tiny_bundle: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny pair with a tokenizer (token i is the word ``w<i>``) and a chat template, so that it takes text."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    from tests.support import copy_bundle
+
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(131)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    config = {
+        "chat_template": "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}",
+        "bos_token": None,
+        "eos_token": None,
+        "eos_token_ids": [],
+    }
+    files = {
+        "tokenizer/tokenizer.json": tokenizer.to_str().encode(),
+        "tokenizer/tokenizer_config.json": json.dumps(config).encode(),
+    }
+    return copy_bundle(tiny_bundle("llama"), tmp_path_factory.mktemp("talking") / "bundle", files)

@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -73,11 +74,17 @@ def random_target(drafter: DrafterSpec, embeddings: Path | None = None) -> Targe
     return TargetCheckpoint(Path("random"), spec, Tensors(data), None, SourceInfo("test", "random"))
 
 
+@cache
+def exported_drafter(target: TargetSpec, drafter: DrafterSpec, limits: Limits) -> Mapping[str, Graph]:
+    """`export_drafter` once for whoever tests the same drafter: passes work on copies."""
+    return export_drafter(target, drafter, limits)
+
+
 def drafter_engines(
     dest: Path, target: TargetCheckpoint, drafter: DrafterCheckpoint, limits: Limits, debug: bool = False
 ) -> Manifest:
     """Weights and the drafter's engines in `dest`, and a manifest that a session can open."""
-    return _engines(dest, target, drafter, limits, debug, export_drafter(target.spec, drafter.spec, limits))
+    return _engines(dest, target, drafter, limits, debug, exported_drafter(target.spec, drafter.spec, limits))
 
 
 def pair_engines(
@@ -109,9 +116,7 @@ def _engines(
     )  # fmt: skip
 
 
-TINY = Profile(
-    batches=(1, 2, 4), window=64, max_seq_len=128, prefill_chunk=4, max_draft=5, confidence_threshold=0.0
-)
+TINY = Profile(batches=(1, 2, 4), window=64, max_seq_len=128, prefill_chunk=4, max_draft=5, confidence_threshold=0.0)
 """Of the bundles that `tiny_bundle` (tests/conftest.py) builds."""
 
 

@@ -10,7 +10,8 @@ import onnx_ir as ir
 
 from builder.export import Graph, state_names
 from builder.passes.base import AttachWeights, KeepOutputs, apply
-from builder.passes.cpu import FixBatch, FuseMatMul, FuseSkipNorm, SlotsToBindings
+from builder.passes.cpu import FixBatch, SlotsToBindings
+from builder.passes.fusion import FuseMatMul, FuseSkipNorm
 from builder.spec import DrafterSpec, TargetSpec
 from builder.weights import WeightIndex
 from runtime.manifest import Backend, EngineFile, Limits, StateTensor
@@ -28,8 +29,8 @@ class OrtCpu:
     def compile(
         self, graphs: Mapping[str, Graph], weights: WeightIndex, limits: Limits, dest: Path
     ) -> tuple[EngineFile, ...]:
-        """One model file a graph and batch. Widths stay symbolic: the CPU gains nothing from fixed ones, and one session
-        then serves prefill and every width of verify."""
+        """One model file a graph and batch. Widths stay symbolic: the CPU gains nothing from fixed ones, and one
+        session then serves prefill and every width of verify."""
         engines = []
         for batch in limits.batches:
             for graph in graphs.values():
@@ -68,8 +69,9 @@ class OrtCpu:
 
     def loaded_bytes(self, graphs: Mapping[str, Graph], weights: WeightIndex, limits: Limits) -> int:
         """Each session packs the matrices of its graph anew, an lm_head besides the embedding that it equals."""
-        names = [name for graph in graphs.values() for name in graph.model.graph.initializers if name in weights.weights]
-        return len(limits.batches) * sum(weights.weights[name].nbytes for name in names)
+        known = weights.weights
+        names = [name for graph in graphs.values() for name in graph.model.graph.initializers if name in known]
+        return len(limits.batches) * sum(known[name].nbytes for name in names)
 
     def describe(self) -> Backend:
         return Backend("ort-cpu", "onnxruntime", version("onnxruntime"), "any", "f32")

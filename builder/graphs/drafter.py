@@ -1,4 +1,4 @@
-"""The drafter as two graphs over one set of weights: `Draft` (one round's block) and `Seed` (ring rows after prefill)."""
+"""The drafter as two graphs over one set of weights: `Draft` (a round's block) and `Seed` (ring rows after prefill)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ContextKV(nn.Module):
 
 
 class Context(nn.Module):
-    """Tap rows into ring rows: ``hidden_norm(fc(taps))`` once, then each layer's K and V. No input_layernorm on the way."""
+    """Tap rows into ring rows: ``hidden_norm(fc(taps))`` once, then each layer's K and V, without input_layernorm."""
 
     def __init__(self, spec: DrafterSpec) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Context(nn.Module):
     def forward(
         self, taps: Tensor, start: Tensor, count: Tensor, slot: Tensor, rings: list[Tensor], cos: Tensor, sin: Tensor
     ) -> list[Tensor]:
-        """Write the first ``count[b]`` rows of ``taps[b, n, T·H]`` at positions ``start[b] …``; returns the updated rings."""
+        """Write the first ``count[b]`` rows of ``taps[b, n, T·H]`` at positions ``start[b] …``; returns new rings."""
         context = self.hidden_norm(self.fc(taps))
         # Rows past the count are discarded by ring_write, but still look up a RoPE phase: keep that inside the table.
         positions = (start[:, None] + torch.arange(taps.shape[1], device=start.device)).clamp(0, cos.shape[0] - 1)
@@ -79,7 +79,8 @@ class DraftLayer(nn.Module):
         q = rotate(self.q_norm(q), cos, sin, positions)
         k = rotate(self.k_norm(k), cos, sin, positions)
         x = x + self.o(ring_attention(q, k, v, rings[0], rings[1], start, valid_len, slot))
-        return x + self.mlp(self.mlp_norm(x))
+        out: Tensor = x + self.mlp(self.mlp_norm(x))
+        return out
 
 
 class MarkovHead(nn.Module):
@@ -98,7 +99,7 @@ class MarkovHead(nn.Module):
             self.proj = Linear(2 * rank + spec.hidden_size, 3 * rank, bias=True)
 
     def weights(self) -> list[Tensor]:
-        weights = [w for w in (self.w1, self.w2) if w is not None]
+        weights: list[Tensor] = [w for w in (self.w1, self.w2) if w is not None]
         if self.proj is not None and self.proj.bias is not None:
             weights += (self.proj.weight, self.proj.bias)
         return weights
@@ -107,11 +108,12 @@ class MarkovHead(nn.Module):
 class Draft(nn.Module):
     """One round for b sequences: write the accepted tap rows, run the block, draft ``s = uniforms.shape[1]`` tokens.
 
-    Inputs: ``bonus[b]``, ``start[b]`` (the bonus's position), ``valid_len[b]``, ``new_len[b]``, ``slot[b]`` int64; ``temperature[b]`` (0 =
-    argmax); ``uniforms[b, s]``, s ≤ B; the taps state ``[slots+1, B+1, T·H]``; ring K and V ``[slots+1, kv_heads, W, d]`` of each layer.
+    Inputs: ``bonus[b]``, ``start[b]`` (the bonus's position), ``valid_len[b]``, ``new_len[b]``, ``slot[b]`` int64;
+    ``temperature[b]`` (0 = argmax); ``uniforms[b, s]``, s ≤ B; the taps state ``[slots+1, B+1, T·H]``; ring K and V
+    ``[slots+1, kv_heads, W, d]`` of each layer.
 
-    Outputs: ``ids[b, s]``, ``confidence_logits[b, s]`` (if there is a head), ``q[b, s, V]``, then for debugging ``hidden[b, B, H]``,
-    ``base[b, s, V]``, ``corrected[b, s, V]``, then the rings.
+    Outputs: ``ids[b, s]``, ``confidence_logits[b, s]`` (if there is a head), ``q[b, s, V]``, then for debugging
+    ``hidden[b, B, H]``, ``base[b, s, V]``, ``corrected[b, s, V]``, then the rings.
     """
 
     def __init__(self, spec: DrafterSpec, rope: tuple[Tensor, Tensor]) -> None:
@@ -147,7 +149,7 @@ class Draft(nn.Module):
         for i, layer in enumerate(self.layers):
             x = layer(x, rings[2 * i : 2 * i + 2], start, valid_len, slot, self.cos, self.sin, positions)
         hidden = self.norm(x)
-        # Only the drafted slots pay for the lm_head and the chain; the block itself is whole, since it attends to itself.
+        # Only the drafted slots pay for the lm_head and the chain; the block is whole, since it attends to itself.
         drafted = hidden[:, : uniforms.shape[1]]
         base = self.lm_head(drafted)
         ids, rows, q, corrected = markov_chain(
@@ -161,7 +163,9 @@ class Draft(nn.Module):
 
 
 class Seed(nn.Module):
-    """Ring rows of ``taps[b, c, T·H]`` (c ≤ W), the first ``count[b]`` of them, at positions ``start[b] …``; returns the rings."""
+    """Ring rows of the first ``count[b]`` of ``taps[b, c, T·H]`` (c ≤ W), at positions ``start[b] …``; returns the
+    rings.
+    """
 
     def __init__(self, spec: DrafterSpec, rope: tuple[Tensor, Tensor]) -> None:
         super().__init__()

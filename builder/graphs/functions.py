@@ -1,7 +1,7 @@
 """ONNX bodies, in standard ops, of the ``dspark`` operators: what a back end without a kernel runs.
 
-They are local functions of the model, over slot-indexed state, and say the same as the eager code in `builder.graphs.ops`.
-Written in ONNX's own textual syntax, since that is what a reader of the model sees.
+They are local functions of the model, over slot-indexed state, and say the same as the eager code in
+`builder.graphs.ops`. Written in ONNX's own textual syntax, since that is what a reader of the model sees.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ _BODIES = {
   attended_rows = Transpose <perm = [0, 2, 1, 3]> (attended)
   out = Reshape (attended_rows, rows_flat)
 """,
-    # Rows past the count are written back as they were, so every index of the scatter is distinct and nothing else changes.
+    # Rows past the count are written back as they were: every index of the scatter is distinct, nothing else changes.
     "RingWrite": f"""
   {_CONSTANTS}
   n_rows = Shape <start = 1, end = 2> (rows)

@@ -45,14 +45,15 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)
+        out: Tensor = self.down(F.silu(gate) * up)
+        return out
 
 
 def rope_tables(rope: RopeSpec, head_dim: int, positions: int) -> tuple[Tensor, Tensor]:
     """cos and sin ``[positions, head_dim/2]`` in float32, by the same float32 steps as the reference implementations.
 
-    ``llama3`` scaling after the Llama 3.1 release: low frequencies are divided by `factor`, high ones kept, those between
-    blended linearly.
+    ``llama3`` scaling after the Llama 3.1 release: low frequencies are divided by `factor`, high ones kept, those
+    between blended linearly.
     """
     inv = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
     if rope.kind == "linear":

@@ -26,7 +26,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> Tensor:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """q ``[b, w, heads, d]`` over k, v ``[b, kv_heads, T, d]`` where `mask` ``[b, w, T]``; GQA; out ``[b, w, heads*d]``."""
+    """q ``[b, w, heads, d]`` over k, v ``[b, kv_heads, T, d]`` where `mask` ``[b, w, T]``, to ``[b, w, heads*d]``."""
     # Rows no query may see can hold anything finite or not: 0 * NaN would poison the sum, so they are cleared.
     seen = mask.any(dim=1)[:, None, :, None]
     k, v = k.masked_fill(~seen, 0.0), v.masked_fill(~seen, 0.0)
@@ -82,9 +82,10 @@ def _(
 
 @torch.library.custom_op("dspark::ring_write", mutates_args=())
 def ring_write(ring: Tensor, rows: Tensor, start: Tensor, count: Tensor, slot: Tensor) -> Tensor:
-    """Write the first ``count[b]`` of ``rows[b, n, kv_heads, d]`` at positions ``start[b] …`` into ring rows ``position mod W``.
+    """Write the first ``count[b]`` of ``rows[b, n, kv_heads, d]``, at positions ``start[b] …``, into the ring.
 
-    ``ring`` is ``[slots+1, kv_heads, W, d]``; ``n ≤ W``, so no row is written twice. Rows past the count change nothing.
+    ``ring`` is ``[slots+1, kv_heads, W, d]`` and position p lies in row ``p mod W``; ``n ≤ W``, so no row is written
+    twice. Rows past the count change nothing.
     """
     ring = ring.clone()
     for b in range(rows.shape[0]):
@@ -105,8 +106,9 @@ def ring_attention(
 ) -> Tensor:
     """Bidirectional attention of a block over its slot's visible ring rows and the block itself.
 
-    Ring row r is visible when its age ``(start-1-r) mod W`` (floor mod) is below ``valid_len``. q is ``[b, B, heads, d]``, k and
-    v ``[b, B, kv_heads, d]``, all after RoPE; the block's own rows are never written. Returns ``[b, B, heads*d]``.
+    Ring row r is visible when its age ``(start-1-r) mod W`` (floor mod) is below ``valid_len``. q is
+    ``[b, B, heads, d]``, k and v are ``[b, B, kv_heads, d]``, all after RoPE; the block's own rows are never written.
+    Returns ``[b, B, heads*d]``.
     """
     window = ring_k.shape[2]
     age = torch.remainder(start[:, None] - 1 - torch.arange(window), window)
@@ -125,11 +127,12 @@ def _(
 
 
 def pick(logits: Tensor, temperature: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """One token a row of ``logits[b, V]``: argmax at temperature 0, else the inverse CDF of q = softmax(logits/T) at `uniform`.
+    """One token a row of ``logits[b, V]``: argmax at temperature 0, else the inverse CDF of q at `uniform`.
 
-    Returns ids ``[b]`` and the very q ``[b, V]`` that was drawn from. The running sum is in float64: in float32 its rounding over a
-    vocabulary of 50,000 comes to 1e-4, so that the tokens drawn would not quite be distributed as the q that verification is
-    told. The draw compares against ``uniform * total``, so it never selects past the last token of positive probability.
+    q is softmax(logits/T). Returns ids ``[b]`` and the very q ``[b, V]`` that was drawn from. The running sum is in
+    float64: in float32 its rounding over a vocabulary of 50,000 comes to 1e-4, so that the tokens drawn would not quite
+    be distributed as the q that verification is told. The draw compares against ``uniform * total``, so it never
+    selects past the last token of positive probability.
     """
     sampled = temperature > 0
     q = torch.softmax(logits / torch.where(sampled, temperature, 1.0)[:, None], dim=-1)
@@ -157,8 +160,8 @@ def markov_chain(
         weights: W1 ``[V, r]``, W2 ``[V, r]``, then the gate's or joint projection's weight and bias.
 
     Returns:
-        ids int64 ``[b, s]``, the W1 rows of each slot's previous token ``[b, s, r]`` (r = 0 for ``none``), the probabilities
-        drawn from ``[b, s, V]``, and the corrected logits ``[b, s, V]``.
+        ids int64 ``[b, s]``, the W1 rows of each slot's previous token ``[b, s, r]`` (r = 0 for ``none``), the
+        probabilities drawn from ``[b, s, V]``, and the corrected logits ``[b, s, V]``.
     """
     rank = weights[0].shape[1] if weights else 0
     prev, state = bonus, base.new_zeros(base.shape[0], rank)

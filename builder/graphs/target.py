@@ -42,12 +42,13 @@ class TargetLayer(nn.Module):
 class Target(nn.Module):
     """Decoder with taps.
 
-    Inputs: ``ids[b, w]`` at positions ``start[b] …``, ``slot[b]``, ``head_rows[b, h]`` (which of the w rows go through the
-    lm_head: all of them to verify, the last one to prefill), then K and V cache ``[slots+1, kv_heads, S, head_dim]`` of each layer.
+    Inputs: ``ids[b, w]`` at positions ``start[b] …``, ``slot[b]``, ``head_rows[b, h]`` (which of the w rows go through
+    the lm_head: all of them to verify, the last one to prefill), then K and V cache of each layer,
+    ``[slots+1, kv_heads, S, head_dim]``.
 
-    Outputs: ``argmax[b, h]``, ``logits[b, h, V]`` float32, ``taps[b, w, T·H]`` (outputs of the tapped layers, -1 = embedding), then
-    the updated caches. Rows past a row's true length write cache rows that nothing committed refers to; they are overwritten
-    before they become visible.
+    Outputs: ``argmax[b, h]``, ``logits[b, h, V]`` float32, ``taps[b, w, T·H]`` (outputs of the tapped layers, -1 =
+    embedding), then the updated caches. Rows past a row's true length write cache rows that nothing committed refers
+    to; they are overwritten before they become visible.
     """
 
     def __init__(self, spec: TargetSpec, taps: tuple[int, ...], rope: tuple[Tensor, Tensor]) -> None:

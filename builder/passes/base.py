@@ -10,6 +10,9 @@ from onnx_ir.passes.common import NameFixPass
 
 from builder.weights import WEIGHTS_NAME, WeightIndex
 
+MICROSOFT = "com.microsoft"
+"""Domain of ONNX Runtime's own operators."""
+
 
 class GraphPass(ABC):
     """One rewrite of a model in place. The docstring of each pass says what it requires and what it ensures."""
@@ -50,7 +53,7 @@ class KeepOutputs(GraphPass):
 
 
 class AttachWeights(GraphPass):
-    """Requires: weights named as in the index. Ensures: each refers to its place in ``weights.bin`` beside the model."""
+    """Requires: weights named as in the index. Ensures: each refers to its place in ``weights.bin``."""
 
     def __init__(self, index: WeightIndex) -> None:
         self.index = index
@@ -91,6 +94,16 @@ def constant(graph: ir.Graph, name: str, values: list[int] | int) -> ir.Value:
     """An int64 initializer of the graph, a vector or a scalar, made once per name."""
     if name not in graph.initializers:
         tensor = ir.tensor(values, dtype=ir.DataType.INT64, name=name)
-        value = ir.Value(name=name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
+        value = ir.Value(
+            name=name, shape=ir.Shape(tensor.shape.numpy()), type=ir.TensorType(tensor.dtype), const_value=tensor
+        )
         graph.register_initializer(value)
     return graph.initializers[name]
+
+
+def fixed_size(value: ir.Value, axis: int) -> int:
+    """The size of an axis that doesn't depend on the call."""
+    size = None if value.shape is None else value.shape[axis]
+    if not isinstance(size, int):
+        raise RuntimeError(f"axis {axis} of {value.name!r} has no fixed size")
+    return size

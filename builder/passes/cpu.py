@@ -1,89 +1,17 @@
 """Lowering for ONNX Runtime's CPU provider: a slot becomes a binding.
 
-The CPU has no kernel that reads a slot out of whole state for less than a copy of it. So each row of a fixed batch gets state
-inputs of its own (``k_cache.3.row1``), which the session binds to a slot's part of the buffers: no row is gathered, and a step
-costs what is valid, not what the buffers hold.
+The CPU has no kernel that reads a slot out of whole state for less than a copy of it. So each row of a fixed batch gets
+state inputs of its own (``k_cache.3.row1``), which the session binds to a slot's part of the buffers: no row is
+gathered, and a step costs what is valid, not what the buffers hold.
 """
 
 from __future__ import annotations
 
 import onnx_ir as ir
 
-from builder.graphs.functions import CHAIN_CONSTANTS, chain_statements, parse_function
 from builder.graphs.ops import CHAIN_OPS, DOMAIN, SIGNATURES
-from builder.passes.base import GraphPass, constant, remove_unused, replace_value, scalar
-
-CPU_DOMAIN = "dspark.cpu"
-MICROSOFT = "com.microsoft"
-
-_RING_WRITE = """
-  zero = Constant <value = int64[1] {0}> ()
-  one = Constant <value = int64[1] {1}> ()
-  kept = Slice (rows, zero, count, one)
-  heads = Transpose <perm = [0, 2, 1, 3]> (kept)
-  window = Shape <start = 2, end = 3> (ring)
-  first = Mod (start, window)
-  ring_out = TensorScatter <axis = -2, mode = "circular"> (ring, heads, first)
-"""
-
-# Only rows below min(start, W) can be visible, so only they are read. The mask then drops those too old or never seeded.
-_RING_ATTENTION = """
-  zero = Constant <value = int64[1] {0}> ()
-  zero_scalar = Constant <value = int64 {0}> ()
-  one = Constant <value = int64 {1}> ()
-  axis = Constant <value = int64[1] {2}> ()
-  window = Shape <start = 2, end = 3> (ring_k)
-  end = Min (start, window)
-  end_scalar = Squeeze (end)
-  ring_rows = Range (zero_scalar, end_scalar, one)
-  newest = Sub (start, one)
-  distance = Sub (newest, ring_rows)
-  age = Mod (distance, window)
-  visible = Less (age, valid_len)
-  block = Shape <start = 1, end = 2> (q)
-  true = Constant <value = bool[1] {1}> ()
-  block_visible = Expand (true, block)
-  row_mask = Concat <axis = 0> (visible, block_visible)
-  axes = Constant <value = int64[3] {0, 1, 2}> ()
-  one_row = Unsqueeze (row_mask, axes)
-  unit = Constant <value = int64[2] {1, 1}> ()
-  total = Shape (row_mask)
-  mask_shape = Concat <axis = 0> (unit, block, total)
-  mask = Expand (one_row, mask_shape)
-  q_heads = Transpose <perm = [0, 2, 1, 3]> (q)
-  k_heads = Transpose <perm = [0, 2, 1, 3]> (k)
-  v_heads = Transpose <perm = [0, 2, 1, 3]> (v)
-  ring_keys = Slice (ring_k, zero, end, axis)
-  ring_values = Slice (ring_v, zero, end, axis)
-  keys = Concat <axis = 2> (ring_keys, k_heads)
-  values = Concat <axis = 2> (ring_values, v_heads)
-  attended = Attention (q_heads, keys, values, mask)
-  attended_rows = Transpose <perm = [0, 2, 1, 3]> (attended)
-  flat = Constant <value = int64[3] {0, 0, -1}> ()
-  out = Reshape (attended_rows, flat)
-"""
-
-
-def _chain_body(op_type: str, results: tuple[str, ...]) -> str:
-    """Sampling costs a softmax and a running sum over the vocabulary a slot: taken only when some row samples."""
-
-    def branch(name: str, sample: bool) -> str:
-        own = tuple(f"{result}_{name}" for result in results)
-        types = ["int64[B, S]", *["float[B, S, X]"] * (len(own) - 1)]
-        outputs = ", ".join(f"{kind} {result}" for kind, result in zip(types, own, strict=True))
-        return f"{name} () => ({outputs}) {{ {chain_statements(op_type, sample, own)} }}"
-
-    return f"""
-  {CHAIN_CONSTANTS}
-  sampled_int = Cast <to = 6> (sampled)
-  any_int = ReduceMax <keepdims = 0> (sampled_int)
-  any = Cast <to = 9> (any_int)
-  {", ".join(results)} = If (any) <then_branch = {branch("drawn", True)}, else_branch = {branch("best", False)}>
-"""
-
-
-def _function(op_type: str, body: str, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> ir.Function:
-    return ir.serde.deserialize_function(parse_function(CPU_DOMAIN, op_type, inputs, outputs, body))
+from builder.passes.base import MICROSOFT, GraphPass, constant, fixed_size, remove_unused, replace_value, scalar
+from builder.passes.cpu_functions import CPU_DOMAIN, RING_ATTENTION, RING_WRITE, chain_body, cpu_function
 
 
 class FixBatch(GraphPass):
@@ -101,9 +29,10 @@ class FixBatch(GraphPass):
 class SlotsToBindings(GraphPass):
     """Requires: ``dspark`` operators over slot-indexed state, fixed batch.
 
-    Ensures: no input has a slot axis. Each state input ``x`` became ``x.row<r>`` of shape ``[1, …]`` (the taps ``[rows, T·H]``) for each
-    row, ``slot`` is gone, and so are the ``dspark`` operators: attention over the cache is GroupQueryAttention in place, the
-    others are functions of domain ``dspark.cpu``. The target's taps come out a row at a time.
+    Ensures: no input has a slot axis. Each state input ``x`` became ``x.row<r>`` of shape ``[1, …]`` for each row (the
+    taps ``[rows, T·H]``), ``slot`` is gone, and so are the ``dspark`` operators: attention over the cache is
+    GroupQueryAttention in place, the others are functions of domain ``dspark.cpu``. The target's taps come out a row at
+    a time.
     """
 
     def __init__(self, batch: int) -> None:
@@ -150,7 +79,7 @@ class SlotsToBindings(GraphPass):
         self._graph.inputs[at:at] = rows
 
     def _gather_taps(self) -> None:
-        """taps[slot] is the rows' own taps, stacked, cut to the longest of ``new_len``: no row past it is worth a product."""
+        """taps[slot] is the rows' own taps, stacked, cut to the longest of ``new_len``: the rest takes no product."""
         graph = self._graph
         taps = next(v for v in self._rows if v.name == "taps")
         gather = next(use.node for use in taps.uses() if use.node.op_type == "Gather")
@@ -190,7 +119,7 @@ class SlotsToBindings(GraphPass):
         if not logits.uses() and not logits.is_graph_output():
             outputs = outputs[:3]
             node.resize_outputs(3)
-        function = _function(node.op_type, _chain_body(node.op_type, outputs), inputs, outputs)
+        function = cpu_function(node.op_type, chain_body(node.op_type, outputs), inputs, outputs)
         model.functions[function.identifier()] = function
         node.domain = CPU_DOMAIN
         q = node.outputs[2]
@@ -199,8 +128,8 @@ class SlotsToBindings(GraphPass):
 
     def _ring(self, model: ir.Model, node: ir.Node) -> None:
         inputs, outputs = SIGNATURES[node.op_type]
-        body, states = {"RingWrite": (_RING_WRITE, (0,)), "RingAttention": (_RING_ATTENTION, (3, 4))}[node.op_type]
-        function = _function(node.op_type, body, inputs[:-1], outputs)
+        body, states = {"RingWrite": (RING_WRITE, (0,)), "RingAttention": (RING_ATTENTION, (3, 4))}[node.op_type]
+        function = cpu_function(node.op_type, body, inputs[:-1], outputs)
         model.functions[function.identifier()] = function
         tape = ir.tape.Tape()
         results = []
@@ -223,9 +152,7 @@ class SlotsToBindings(GraphPass):
 
     def _cached_attention(self, node: ir.Node) -> None:
         q, k, v, k_cache, v_cache, start, _, cos, sin = (x for x in node.inputs if x is not None)
-        if q.shape is None or k.shape is None:
-            raise RuntimeError("CachedAttention without shapes")
-        heads, kv_heads, head_dim = int(q.shape[2]), int(k.shape[2]), int(q.shape[3])
+        heads, kv_heads, head_dim = fixed_size(q, 2), fixed_size(k, 2), fixed_size(q, 3)
         tape = ir.tape.Tape()
         # The operator rotates by itself only heads of a multiple of 16.
         rotates = head_dim % 16 == 0
@@ -272,7 +199,7 @@ class SlotsToBindings(GraphPass):
         return out
 
     def _discard(self, node: ir.Node) -> None:
-        """Remove a node whose outputs later operators still name, to be replaced in their turn; its inputs are let go."""
+        """Remove a node and let its inputs go; its outputs, named by later operators, are replaced with those."""
         for i in range(len(node.inputs)):
             node.replace_input_with(i, None)
         self._graph.remove(node)
@@ -281,7 +208,7 @@ class SlotsToBindings(GraphPass):
         return constant(self._graph, f"row_of_{width}", [1, -1, width])
 
     def _lengths(self, start: ir.Value) -> tuple[list[ir.Value], list[ir.Value]]:
-        """GroupQueryAttention's ``seqlens_k`` (total - 1, ``[1]``) and ``total_sequence_length`` (scalar) of each row, int32."""
+        """GroupQueryAttention's ``seqlens_k`` (total - 1, ``[1]``) and ``total_sequence_length`` of each row, int32."""
         if start not in self._split:
             graph = self._graph
             tape = ir.tape.Tape()
@@ -344,58 +271,3 @@ def _common_split(q: ir.Value, k: ir.Value, v: ir.Value) -> ir.Value | None:
     if node is None or node.op_type != "Split" or k.producer() is not node or v.producer() is not node:
         return None
     return node.inputs[0]
-
-
-class FuseMatMul(GraphPass):
-    """Requires: products with weights as ``MatMul(x, Transpose(W))``, as torch exports linear layers.
-
-    Ensures: each is ``FusedMatMul(x, W, transB=1)``: no transposed copy, and an lm_head that is also the embedding stays one
-    tensor.
-    """
-
-    def run(self, model: ir.Model) -> None:
-        for node in list(model.graph):
-            if node.op_type != "MatMul" or node.domain:
-                continue
-            weight = node.inputs[1]
-            transpose = weight.producer() if weight is not None else None
-            if transpose is None or transpose.op_type != "Transpose":
-                continue
-            node.replace_input_with(1, transpose.inputs[0])
-            node.op_type, node.domain = "FusedMatMul", MICROSOFT
-            node.attributes["transB"] = ir.AttrInt64("transB", 1)
-        remove_unused(model.graph)
-
-
-class FuseSkipNorm(GraphPass):
-    """Requires: ``s = Add(x, y)`` read by one RMSNormalization and by others.
-
-    Ensures: one SkipSimplifiedLayerNormalization gives both the sum and its norm.
-    """
-
-    def run(self, model: ir.Model) -> None:
-        graph = model.graph
-        for norm in list(graph):
-            if norm.op_type != "RMSNormalization":
-                continue
-            total, gamma = norm.inputs[0], norm.inputs[1]
-            add = total.producer() if total is not None else None
-            if total is None or add is None or add.op_type != "Add" or gamma is None:
-                continue
-            if sum(use.node.op_type == "RMSNormalization" for use in total.uses()) != 1:
-                continue
-            tape = ir.tape.Tape()
-            out, _, _, summed = tape.op_multi_out(
-                "SkipSimplifiedLayerNormalization",
-                [*add.inputs, gamma],
-                {"epsilon": norm.attributes["epsilon"].as_float()},
-                domain=MICROSOFT,
-                num_outputs=4,
-            )
-            for new, old in ((out, norm.outputs[0]), (summed, total)):
-                new.name, new.shape, new.type = old.name, old.shape, old.type
-            graph.insert_before(add, tape.nodes)
-            replace_value(graph, norm.outputs[0], out)
-            replace_value(graph, total, summed)
-            graph.remove(norm, safe=True)
-            graph.remove(add, safe=True)

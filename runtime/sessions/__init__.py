@@ -1,4 +1,4 @@
-"""Sessions: one inference back end each, behind `runtime.sessions.base.Session`, imported only when a bundle needs it."""
+"""Sessions, one an inference back end, behind `runtime.sessions.base.Session`; imported only when a bundle needs it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """ONNX Runtime on the CPU: IO binding over persistent state, a slot being a place to bind.
 
-Every input, output and state buffer is allocated once. A binding is made once for each (engine, slots, width) and then only run:
-a step copies ids in and reads results out, and nothing else crosses Python.
+Every input, output and state buffer is allocated once. A binding is made once for each (engine, slots, width) and then
+only run: a step copies ids in and reads results out, and nothing else crosses Python.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class OrtSession:
         threads: of the inference library; None takes one per physical core.
 
     Attributes:
-        debug: every output of the last draft by name, ``hidden``, ``base`` and ``corrected`` among them where the engines were built
-            with debug outputs.
+        debug: every output of the last draft by name, ``hidden``, ``base`` and ``corrected`` among them where the
+            engines were built with debug outputs.
     """
 
     def __init__(self, path: Path, manifest: Manifest, threads: int | None = None) -> None:
@@ -65,7 +65,7 @@ class OrtSession:
             if o.name in _DEBUG
         ]
         self.debug: Mapping[str, NDArray[Any]] = {}
-        self._chunk_taps = np.empty(0, np.float32)
+        self._chunk_taps: Float32 = np.empty(0, np.float32)
 
     def prefill(self, ids: Int64, start: Int64, slot: Int64) -> TargetOut:
         real, width = ids.shape
@@ -95,7 +95,7 @@ class OrtSession:
         first = max(0, width - self.limits.window)
         taps = np.ascontiguousarray(self._chunk_taps[:, first:])
         binding = self._engines["seed", batch].io_binding()
-        inputs = {
+        inputs: dict[str, NDArray[Any]] = {
             "taps": taps,
             "start": _padded(start + first, batch, 0),
             "count": np.full(batch, width - first, np.int64),
@@ -176,12 +176,12 @@ class OrtSession:
 
     def _target_call(self, slots: tuple[int, ...], width: int, heads: int, taps: list[NDArray[Any]]) -> _Call:
         batch = len(slots)
-        inputs = {
+        inputs: dict[str, NDArray[Any]] = {
             "ids": np.zeros((batch, width), np.int64),
             "start": np.zeros(batch, np.int64),
             "head_rows": np.tile(np.arange(width - heads, width, dtype=np.int64), (batch, 1)),
         }
-        outputs = {
+        outputs: dict[str, NDArray[Any]] = {
             "argmax": np.empty((batch, heads), np.int64),
             "logits": np.empty((batch, heads, self._vocab), np.float32),
         }

@@ -1,16 +1,16 @@
-"""Runs of the engine, timed from outside: what a round takes as a caller sees it, and how much of that is not the library's."""
+"""Runs of the engine, timed from outside: what a round takes as a caller sees it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 from time import perf_counter
 from typing import Any
 
 from runtime import Engine, Request
-from tests.bench.numbers import acceptance_by_position, median_ratio, summary
+from tests.bench.arithmetic import acceptance_by_position, median_ratio, summary
 from tests.bench.plan import KINDS, BenchPrompt, Plan
 
 PLAIN = {"speculate": False}
@@ -24,8 +24,8 @@ MODES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Run:
-    """One answer. `prefill_seconds` last until the first token came out, `step_seconds` from token to token (or round to
-    round) after it; `host_seconds` is what the engine's own clock says of its rounds.
+    """One answer. `prefill_seconds` last until the first token came out, each of `step_seconds` is a round after it;
+    `host_seconds` is what the engine's own clock says of its rounds.
     """
 
     prompt: str
@@ -76,11 +76,12 @@ def run(engine: Engine, prompt: BenchPrompt, tokens: int, mode: str, **options: 
     result = engine.result(handle)
     if len(stamps) < 3:
         return None
-    steps = tuple(b - a for a, b in zip(stamps[1:], stamps[2:], strict=False))
+    steps = tuple(after - before for before, after in pairwise(stamps[1:]))
     stats = result.stats
-    # A text that becomes certain with the last token alone comes as a piece of its own, without a round.
+    if len(steps) != stats.rounds:
+        raise RuntimeError(f"{len(steps)} pieces of {stats.rounds} rounds: steps can't be told apart")
     return Run(
-        prompt.name, prompt.kind, mode, result.token_ids, stamps[1] - stamps[0], steps[: stats.rounds],
+        prompt.name, prompt.kind, mode, result.token_ids, stamps[1] - stamps[0], steps,
         tuple(stats.proposed), tuple(stats.accepted), stats.seconds.host,
     )  # fmt: skip
 
@@ -94,9 +95,7 @@ def options_of(engine: Engine, mode: str) -> dict[str, Any]:
 
 
 def measure_speculation(engine: Engine, prompts: Sequence[BenchPrompt], plan: Plan) -> dict[str, object]:
-    """Plain, the bundle's default and the full block on every prompt, one after the other, the order turning from pair to
-    pair.
-    """
+    """Plain, the bundle's default and the full block on every prompt, one after the other, in an order that turns."""
     for mode in MODES:  # makes every binding
         run(engine, prompts[0], 24, mode, **options_of(engine, mode))
     runs: list[Run] = []
@@ -156,96 +155,3 @@ def compare(groups: Sequence[dict[str, Run]]) -> dict[str, Any]:
 
 def _token_seconds(pairs: Sequence[tuple[Run, Run]]) -> tuple[list[float], list[float]]:
     return [a.token_seconds for a, _ in pairs], [b.token_seconds for _, b in pairs]
-
-
-@dataclass
-class CallLog:
-    """Calls since the last `clear`: what was called, how wide, how long."""
-
-    calls: list[tuple[str, int, float]] = field(default_factory=list)
-
-    def seconds(self) -> float:
-        return sum(call[2] for call in self.calls)
-
-
-class _Timed:
-    """Stands before an object and times some of its methods."""
-
-    def __init__(self, inner: Any, names: Sequence[str], log: CallLog) -> None:
-        self._inner, self._names, self._log = inner, frozenset(names), log
-
-    def __getattr__(self, name: str) -> Any:
-        method = getattr(self._inner, name)
-        if name not in self._names:
-            return method
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            began = perf_counter()
-            result = method(*args, **kwargs)
-            seconds = perf_counter() - began
-            wide = kwargs["uniforms"] if name == "draft" else args[0]
-            self._log.calls.append((name, wide.shape[1] if hasattr(wide, "shape") and wide.ndim > 1 else 0, seconds))
-            return result
-
-        return timed
-
-
-@contextmanager
-def logged_session(engine: Engine) -> Iterator[CallLog]:
-    """Log the engine's calls into its session."""
-    log, session = CallLog(), engine._session
-    engine._session = _Timed(session, ("prefill", "seed", "verify", "draft"), log)  # type: ignore[assignment]
-    try:
-        yield log
-    finally:
-        engine._session = session
-
-
-@contextmanager
-def logged_library(engine: Engine) -> Iterator[CallLog]:
-    """Log the session's calls into the inference library alone. Raises AttributeError for a session of another make."""
-    session: Any = engine._session
-    log, engines = CallLog(), session._engines
-    session._engines = {key: _Timed(item, ("run_with_iobinding",), log) for key, item in engines.items()}
-    try:
-        yield log
-    finally:
-        session._engines = engines
-
-
-def measure_host(engine: Engine, prompts: Sequence[BenchPrompt], plan: Plan) -> dict[str, object]:
-    """Milliseconds a round outside the library, in three ways: the engine's clock; the wall between pieces less the calls into
-    the session; the same less the calls into the library alone, the session's own Python counted as host.
-    """
-    result: dict[str, object] = {}
-    for mode in ("plain", "default"):
-        options = options_of(engine, mode)
-        run(engine, prompts[0], 24, mode, **options)
-        clock = [item for p in prompts if (item := run(engine, p, plan.tokens, mode, **options)) is not None]
-        result[mode] = {
-            "engine_clock_ms": summary(1e3 * item.host_seconds / item.rounds for item in clock),
-            "outside_session_ms": summary(_outside(engine, prompts, plan, mode, logged_session)),
-            "outside_library_ms": summary(_outside(engine, prompts, plan, mode, logged_library)),
-        }
-    return result
-
-
-def _outside(engine: Engine, prompts: Sequence[BenchPrompt], plan: Plan, mode: str, logged: Any) -> list[float]:
-    """Milliseconds of each round outside the logged calls."""
-    outside: list[float] = []
-    with logged(engine) as log:
-        for prompt in prompts:
-            options = options_of(engine, mode)
-            handle = engine.submit(Request(prompt_ids=prompt.ids, max_new_tokens=plan.tokens, **options))
-            pieces = engine.stream(handle)
-            next(pieces)  # the prefill
-            log.calls.clear()
-            began = perf_counter()
-            for _ in pieces:
-                now = perf_counter()
-                if log.calls:
-                    outside.append(1e3 * (now - began - log.seconds()))
-                log.calls.clear()
-                began = perf_counter()
-            engine.result(handle)
-    return outside

@@ -19,7 +19,7 @@ def describe(root: Path) -> dict[str, object]:
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "cpu": _cpu_model(),
-        "cores": psutil.cpu_count(logical=False) or os.cpu_count(),
+        "cores": cores(),
         "logical_cores": os.cpu_count(),
         "memory_bytes": psutil.virtual_memory().total,
         "load": list(os.getloadavg()) if hasattr(os, "getloadavg") else [],
@@ -30,16 +30,19 @@ def describe(root: Path) -> dict[str, object]:
     }
 
 
+def cores() -> int:
+    """Physical cores, as ONNX Runtime counts them for its threads."""
+    return psutil.cpu_count(logical=False) or os.cpu_count() or 1
+
+
 def _cpu_model() -> str:
     """The model's name and, where Linux gives them, family, model and the vector extensions that matter to a matmul."""
     info = Path("/proc/cpuinfo")
     if not info.is_file():
         return platform.processor()
-    fields = dict(
-        (part.strip() for part in line.split(":", 1))
-        for line in info.read_text(encoding="utf-8").split("\n\n")[0].splitlines()
-        if ":" in line
-    )
+    lines = info.read_text(encoding="utf-8").split("\n\n")[0].splitlines()
+    parts = (line.partition(":") for line in lines)
+    fields = {name.strip(): value.strip() for name, _, value in parts}
     flags = set(fields.get("flags", "").split())
     known = [flag for flag in ("avx2", "fma", "avx512f", "avx512_bf16", "amx_tile") if flag in flags]
     place = f"family {fields.get('cpu family')} model {fields.get('model')}"

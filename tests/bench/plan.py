@@ -14,8 +14,10 @@ _PROMPTS = Path(__file__).parent / "prompts.json"
 
 @dataclass(frozen=True)
 class Plan:
-    """Counts of everything that is repeated. `prompts` are those of each kind, `hf_prompts` the part of them that Hugging Face
-    transformers runs too; `threads` is what every library gets.
+    """Counts of everything that is repeated.
+
+    `prompts` are those of each kind, `hf_prompts` the part of them that Hugging Face transformers runs too; `threads`
+    is what every library gets.
     """
 
     prompts: int = 6
@@ -64,7 +66,7 @@ def read_messages() -> dict[str, list[list[dict[str, str]]]]:
 
 
 def read_prompts(tokenizer: Tokenizer, each: int) -> list[BenchPrompt]:
-    """The first `each` prompts of every kind, kinds taking turns: what drifts during a run then touches all of them alike."""
+    """The first `each` prompts of every kind, kinds taking turns: what drifts during a run touches all alike."""
     chats = read_messages()
     return [
         BenchPrompt(f"{kind}/{number}", kind, tuple(tokenizer.encode_chat(chats[kind][number])))

@@ -8,9 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.bench.numbers import summary
+from tests.bench.arithmetic import summary
 
-# Between the bench and the build stands a small process: what a child of a large one has used at most, the kernel counts from
+# A small process stands between the bench and the build: the kernel counts the peak memory of a large one's child from
 # the parent's size on.
 _LAUNCHER = """
 import json, resource, subprocess, sys, time
@@ -26,7 +26,10 @@ _IMPORT = """
 import json, sys, time
 began = time.perf_counter()
 import runtime
-print(json.dumps({"seconds": time.perf_counter() - began, "torch": "torch" in sys.modules}))
+imported = time.perf_counter() - began
+runtime.generate, runtime.Engine
+print(json.dumps({"seconds": imported, "with_engine_seconds": time.perf_counter() - began,
+                  "torch": "torch" in sys.modules}))
 """
 
 _LOAD = """
@@ -42,7 +45,7 @@ print(json.dumps({"seconds": loaded - began, "first_token_seconds": time.perf_co
 
 
 def measure_build(target: Path, drafter: Path, bundle: Path, root: Path) -> dict[str, object]:
-    """Build the bundle from local files. Returns seconds, peak memory and the build's own report; raises RuntimeError when it fails."""
+    """Build the bundle from local files: seconds, peak memory, the build's own report. Raises RuntimeError."""
     arguments = ["--target", str(target), "--drafter", str(drafter), "--out", str(bundle), "--overwrite"]
     result = _python(_LAUNCHER, [sys.executable, "-m", "builder.cli", "build", *arguments], root)
     if result["code"] != 0:
@@ -60,14 +63,18 @@ def measure_startup(bundle: Path, repeats: int, root: Path) -> dict[str, object]
         for check, runs in loads.items():
             runs.append(_python(_LOAD, [str(bundle), check], root))
     return {
-        "import": {"runs": imports, "seconds": summary(_seconds(imports))},
+        "import": {
+            "runs": imports,
+            "seconds": summary(_seconds(imports)),
+            "with_engine_seconds": summary(_seconds(imports, "with_engine_seconds")),
+        },
         "load": {check: {"runs": runs, "seconds": summary(_seconds(runs))} for check, runs in loads.items()},
         "torch": any(run["torch"] for run in [*imports, *loads["full"], *loads["quick"]]),
     }
 
 
-def _seconds(runs: list[dict[str, object]]) -> list[float]:
-    return [float(str(run["seconds"])) for run in runs]
+def _seconds(runs: list[dict[str, object]], key: str = "seconds") -> list[float]:
+    return [float(str(run[key])) for run in runs]
 
 
 def _python(code: str, arguments: list[str], root: Path) -> dict[str, object]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
 from statistics import mean, median
 
 from runtime import Engine
-from tests.bench.decoding import PLAIN, Run, logged_session, run
-from tests.bench.numbers import median_ratio, modelled_seconds, table
+from tests.bench.arithmetic import median_ratio, modelled_seconds, table
+from tests.bench.decoding import PLAIN, Run, run
+from tests.bench.host import logged_session
 from tests.bench.plan import KINDS, BenchPrompt, Plan
 
 THRESHOLDS = (0.0, 0.3, 0.5, 0.7)
@@ -21,9 +22,9 @@ Call = tuple[str, int]
 
 
 def measure_sweep(engine: Engine, prompts: Sequence[BenchPrompt], plan: Plan) -> dict[str, object]:
-    """Speed of every setting against plain, by kind, in two ways: as measured against the nearest plain run, and *modelled*, every
+    """Speed of every setting against plain, by kind: *measured* against the nearest plain run, and *modelled*, every
     call taking the median of its kind and width over the whole sweep. Rounds and proposals are exact either way, so the
-    second is free of the machine's noise.
+    model is free of the machine's noise.
     """
     settings: list[Setting] = list(product(range(1, engine.bundle.manifest.limits.block_size + 1), THRESHOLDS))
     shuffled = random.Random(0)
@@ -34,9 +35,7 @@ def measure_sweep(engine: Engine, prompts: Sequence[BenchPrompt], plan: Plan) ->
 
         def one(prompt: BenchPrompt, setting: Setting | None) -> Run | None:
             log.calls.clear()
-            options = (
-                PLAIN if setting is None else {"max_draft": setting[0], "confidence_threshold": setting[1]}
-            )
+            options = PLAIN if setting is None else {"max_draft": setting[0], "confidence_threshold": setting[1]}
             made = run(engine, prompt, plan.sweep_tokens, "sweep", **options)
             if made is not None:
                 rounds = [((name, width), s) for name, width, s in log.calls if name in ("draft", "verify")]
@@ -89,8 +88,8 @@ def measure_sweep(engine: Engine, prompts: Sequence[BenchPrompt], plan: Plan) ->
     }
 
 
-def sweep_table(result: dict[str, object]) -> str:
-    """The settings, best first: by the mean of the modelled speed-ups, chat never below the rest's sake."""
+def sweep_table(result: Mapping[str, object]) -> str:
+    """The settings as a table, the best mean of the modelled speed-ups first."""
     settings = result["settings"]
     calls = result["call_ms"]
     if not isinstance(settings, list) or not isinstance(calls, dict):

@@ -12,8 +12,8 @@ import torch
 
 from builder.checkpoints import load_target
 from runtime import Engine
+from tests.bench.arithmetic import first_difference, median_ratio, summary
 from tests.bench.decoding import PLAIN, Run, run
-from tests.bench.numbers import first_difference, median_ratio, summary
 from tests.bench.plan import KINDS, BenchPrompt, Plan
 
 ATTENTION = ("eager", "sdpa")
@@ -45,7 +45,8 @@ def load_model(path: Path) -> Any:
         attention_bias=spec.qkv_bias,
         mlp_bias=spec.mlp_bias,
     )
-    model = LlamaForCausalLM(config).to(torch.float32).eval()
+    model: Any = LlamaForCausalLM(config)
+    model.float().eval()
     state = {name: target.tensors.read(name).to(torch.float32) for name in target.tensors.names()}
     missing, unexpected = model.load_state_dict(state, strict=False)
     left = [name for name in missing if not (spec.tied and name == "lm_head.weight")]
@@ -75,16 +76,14 @@ def decode(model: Any, ids: Sequence[int], count: int) -> tuple[list[int], float
 
 
 def _next(model: Any, ids: torch.Tensor, cache: Any) -> torch.Tensor:
-    logits = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+    logits = model(input_ids=ids, cache=cache, use_cache=True, logits_to_keep=1).logits
     best: torch.Tensor = logits[0, -1].argmax()
     return best
 
 
-def measure_transformers(
-    engine: Engine, target: Path, prompts: Sequence[BenchPrompt], plan: Plan
-) -> dict[str, object]:
-    """Our plain decoding, eager and sdpa in turn on every prompt, as many tokens each as ours produced. The better of the two
-    (by the median of all pairs) is the baseline.
+def measure_transformers(engine: Engine, target: Path, prompts: Sequence[BenchPrompt], plan: Plan) -> dict[str, object]:
+    """Our plain decoding, eager and sdpa in turn on every prompt, as many tokens each as ours produced. The better of
+    the two (by the median of all pairs) is the baseline.
     """
     torch.set_num_threads(plan.threads)
     model = load_model(target)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from builder.graphs import ops
 from builder.graphs.functions import OPSET
 from builder.graphs.ops import CHAIN_OPS, DOMAIN, SIGNATURES
-from builder.passes.cpu import CPU_DOMAIN
+from builder.passes.cpu_functions import CPU_DOMAIN
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -25,8 +25,8 @@ CHAINS = {op_type: kind for kind, op_type in CHAIN_OPS.items()}
 
 @dataclass(frozen=True)
 class Case:
-    """Inputs of one operator, by the names of `SIGNATURES`. The first `real` rows are requests in slots of their own, the rest
-    padding on the scratch slot, whose results nobody reads."""
+    """Inputs of one operator, by the names of `SIGNATURES`. The first `real` rows are requests in slots of their own,
+    the rest padding on the scratch slot, whose results nobody reads."""
 
     op_type: str
     inputs: Arrays
@@ -51,7 +51,7 @@ class Case:
         return {name: value.numpy() for name, value in zip(SIGNATURES[self.op_type][1], results, strict=True)}
 
     def row(self, r: int, state: tuple[str, ...]) -> Arrays:
-        """The inputs of row r alone, as the CPU's lowered operators take them: its slot's part of the state, no slot."""
+        """The inputs of row r alone, as the CPU's lowered operators take them: its slot's part of the state."""
         slot = int(self.inputs["slot"][r])
         return {
             name: value[slot : slot + 1] if name in state else value[r : r + 1]

@@ -16,8 +16,8 @@ def compare(case: Case) -> None:
         if name not in found:
             continue
         if name.endswith("_out"):
-            # Rows of several padding rows on the scratch slot are duplicates, of which any may win. Elsewhere a row is written
-            # or untouched.
+            # Rows of several padding rows on the scratch slot are duplicates, of which any may win. Elsewhere a row is
+            # written or untouched.
             assert_close(found[name][:-1], reference[:-1], name)
         elif name == "ids":
             np.testing.assert_array_equal(found[name], reference)

@@ -1,4 +1,4 @@
-"""The eager operators, which are what the exported bodies and every kernel are held to, against naive loops in float64."""
+"""The eager operators, which exported bodies and every kernel are held to, against naive loops in float64."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def summary(values: Iterable[float]) -> dict[str, float]:
 
 
 def acceptance_by_position(proposed: Iterable[int], accepted: Iterable[int]) -> list[float]:
-    """Of the rounds that proposed a draft j, the share that accepted it, for each j. `accepted` of a round is a prefix."""
+    """Of the rounds that proposed a draft j, the share that accepted it, for each j. What is accepted is a prefix."""
     pairs = list(zip(proposed, accepted, strict=True))
     longest = max((p for p, _ in pairs), default=0)
     return [sum(a > j for _, a in pairs) / sum(p > j for p, _ in pairs) for j in range(longest)]
@@ -46,7 +46,7 @@ def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
 
 
 def modelled_seconds(calls: Iterable[tuple[str, int]], medians: Mapping[tuple[str, int], float], host: float) -> float:
-    """Time of a run, were each of its calls to take the median of its kind and width, and each verify `host` seconds more."""
+    """Time of a run, if each call took the median of its kind and width, and each verify `host` seconds more."""
     return sum(medians[call] + (host if call[0] == "verify" else 0.0) for call in calls)
 
 

@@ -1,0 +1,192 @@
+"""``make bench``: measure the demo pair on this machine; see ``--help``.
+
+Written to the output directory: ``bench.json`` (all raw numbers), ``summary.txt`` and pictures. A figure that misses
+its target is said to, and fails nothing; the exit code is 1 only when a part could not be measured at all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from functools import cached_property
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
+    sys.path[0] = str(ROOT)  # run as a script: its folder is not where imports start
+
+from engines.demo import DRAFTER, find_target  # noqa: E402
+from runtime import BundleError, Engine  # noqa: E402
+from runtime.bundle import open_bundle  # noqa: E402
+from tests.bench.figures import Figure, figures, summary_text  # noqa: E402
+from tests.bench.machine import cores, describe  # noqa: E402
+from tests.bench.plan import QUICK, BenchPrompt, Plan, read_prompts  # noqa: E402
+
+FORMAT = 1
+DEFAULT_OUT = ROOT / "build" / "bench"
+
+
+class Bench:
+    """What the parts share: the plan, the target's file, the bundle and an engine over it."""
+
+    def __init__(self, plan: Plan, target: Path, out: Path) -> None:
+        self.plan, self.target, self.bundle = plan, target, out / "bundle"
+
+    @cached_property
+    def engine(self) -> Engine:
+        # The runtime's own choice where that is the number of threads wanted: this is what users get.
+        threads = None if cores() == self.plan.threads else self.plan.threads
+        return Engine(self.bundle, check="quick", threads=threads)
+
+    def prompts(self, each: int) -> list[BenchPrompt]:
+        if self.engine.tokenizer is None:
+            raise ValueError("the bundle has no tokenizer")
+        return read_prompts(self.engine.tokenizer, each)
+
+    # One method a part, imported late: what a part needs costs the others nothing.
+
+    def build(self) -> Mapping[str, object]:
+        from tests.bench.startup import measure_build
+
+        return measure_build(self.target, DRAFTER, self.bundle, ROOT)
+
+    def startup(self) -> Mapping[str, object]:
+        from tests.bench.startup import measure_startup
+
+        return measure_startup(self.bundle, self.plan.startups, ROOT)
+
+    def matmuls(self) -> Mapping[str, object]:
+        from tests.bench.matmuls import measure_matmuls
+
+        return measure_matmuls(self.engine, self.plan.call_repeats, self.plan.threads)
+
+    def speculative(self) -> Mapping[str, object]:
+        from tests.bench.decoding import measure_speculation
+
+        return measure_speculation(self.engine, self.prompts(self.plan.prompts), self.plan)
+
+    def host(self) -> Mapping[str, object]:
+        from tests.bench.host import measure_host
+
+        return measure_host(self.engine, self.prompts(self.plan.hf_prompts), self.plan)
+
+    def transformers(self) -> Mapping[str, object]:
+        from tests.bench.transformers_baseline import measure_transformers
+
+        return measure_transformers(self.engine, self.target, self.prompts(self.plan.hf_prompts), self.plan)
+
+    def profile(self) -> Mapping[str, object]:
+        from tests.bench.op_profile import measure_profile
+
+        return measure_profile(self.engine, self.plan.profile_calls)
+
+    def sweep(self) -> Mapping[str, object]:
+        from tests.bench.sweep import measure_sweep
+
+        return measure_sweep(self.engine, self.prompts(self.plan.sweep_prompts), self.plan)
+
+    def parts(self) -> dict[str, Callable[[], Mapping[str, object]]]:
+        """Every part by name, in the order in which they run."""
+        return {
+            "build": self.build,
+            "startup": self.startup,
+            "matmuls": self.matmuls,
+            "speculative": self.speculative,
+            "host": self.host,
+            "transformers": self.transformers,
+            "profile": self.profile,
+            "sweep": self.sweep,
+        }
+
+
+PARTS = ("build", "startup", "matmuls", "speculative", "host", "transformers", "profile")
+"""The parts of a whole run; the sweep is asked for."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parse(arguments)
+    plan = QUICK if options.quick else Plan()
+    out: Path = options.out.absolute()
+    out.mkdir(parents=True, exist_ok=True)
+    bench = Bench(plan, (options.target or find_target()).absolute(), out)
+    wanted = ("sweep",) if options.sweep and not options.only else (*(options.only or PARTS),)
+    if "build" not in wanted:
+        wanted = (*_missing_bundle(bench), *wanted)
+    before = describe(ROOT)
+    results: dict[str, Mapping[str, Any]] = {}
+    for name, part in bench.parts().items():
+        if name in wanted:
+            results[name] = _measure(name, part)
+    made = figures(results)
+    document = bench_document(plan, before, results, made)
+    document["load_after"] = describe(ROOT)["load"]
+    (out / "bench.json").write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    text = summary_text(before, results, made)
+    if "sweep" in results and "error" not in results["sweep"]:
+        from tests.bench.sweep import sweep_table
+
+        text += "\n" + sweep_table(results["sweep"]) + "\n"
+    (out / "summary.txt").write_text(text, encoding="utf-8")
+    print("\n" + text)
+    from tests.bench.pictures import draw_all
+
+    for path in [out / "bench.json", out / "summary.txt", *draw_all(results, out)]:
+        print(f"wrote {path}")
+    return int(any("error" in result for result in results.values()))
+
+
+def bench_document(
+    plan: Plan, machine: Mapping[str, object], results: Mapping[str, Mapping[str, Any]], made: Sequence[Figure]
+) -> dict[str, object]:
+    """``bench.json``: the machine, what was measured how often, every raw number, and the verdicts."""
+    return {
+        "format": FORMAT,
+        "machine": machine,
+        "plan": asdict(plan),
+        "figures": [figure.plain() for figure in made],
+        "results": results,
+    }
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Measure the demo pair on this machine.")
+    parser.add_argument("--quick", action="store_true", help="tiny counts: exercises every part, says little")
+    parser.add_argument("--sweep", action="store_true", help="measure every cap with several thresholds instead")
+    names = (*PARTS, "sweep")
+    parser.add_argument("--only", action="append", choices=names, metavar="NAME", help=f"a part ({', '.join(names)})")
+    parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="output directory (build/bench)")
+    parser.add_argument("--target", type=Path, help="the target's GGUF file (default: as make demo finds it)")
+    return parser.parse_args(arguments)
+
+
+def _missing_bundle(bench: Bench) -> tuple[str, ...]:
+    """The build, where there is no whole bundle yet; else say which one is measured."""
+    try:
+        manifest = open_bundle(bench.bundle, check="quick").manifest
+    except BundleError:
+        return ("build",)
+    print(f"measuring the bundle {bench.bundle} as it was built before, identity {manifest.identity[:16]}", flush=True)
+    return ()
+
+
+def _measure(name: str, part: Callable[[], Mapping[str, object]]) -> Mapping[str, Any]:
+    """The part's result, or its error: what one part lacks (memory, a package) must not cost the others' numbers."""
+    print(f"{name} …", flush=True)
+    began = perf_counter()
+    try:
+        result = part()
+    except Exception as error:
+        traceback.print_exc()
+        return {"error": f"{type(error).__name__}: {error}"}
+    print(f"{name}: {perf_counter() - began:.0f} s", flush=True)
+    return result
+
+
+if __name__ == "__main__":
+    sys.exit(main())
