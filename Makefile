@@ -12,7 +12,7 @@ help:
 	@echo "make test    ruff, mypy and pytest"
 	@echo "make lint    ruff and mypy only"
 	@echo "make format  let ruff format and sort"
-	@echo "make bench   measure the demo pair: JSON and PNG in engines/build"
+	@echo "make bench   measure the demo pair: JSON and PNG in build/bench"
 	@echo "make clean   remove .venv, caches and built bundles"
 
 demo: $(BUILD_READY)

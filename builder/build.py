@@ -17,14 +17,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from builder import bundle
-from builder.profile import Profile, Resolution, check_memory, memory_needed, resolve
-from runtime.errors import BackendUnavailable, BundleError
-from runtime.libraries import BACKENDS, BUILD_PACKAGES, RUN_PACKAGES, installed
+from builder.profile import Profile, Resolution, check_memory, resolve
+from runtime.errors import BundleError
+from runtime.libraries import BUILD_PACKAGES, RUN_PACKAGES, installed
 from runtime.machine import available_memory, human_bytes
-from runtime.manifest import FORMAT_VERSION, REPORT_NAME, Manifest, Memory, Models, Source, StateTensor, to_plain
+from runtime.manifest import (
+    FORMAT_VERSION,
+    REPORT_NAME,
+    TOKENIZER_CONFIG_FILE,
+    TOKENIZER_FILE,
+    Manifest,
+    Memory,
+    Models,
+    Source,
+    StateTensor,
+    to_plain,
+)
 from runtime.version import DISTRIBUTION, VERSION
 
 if TYPE_CHECKING:
+    from builder.backends import BackendBuilder
     from builder.spec import DrafterCheckpoint, DrafterSpec, SourceInfo, TargetCheckpoint, TargetSpec, TokenizerData
 
 CONVENTIONS = {
@@ -38,7 +50,7 @@ CONVENTIONS = {
 # Typical seconds of each stage on two cores: a fixed part, and one for each GiB of float32 weights.
 STAGES: Mapping[str, tuple[float, float]] = {
     "read checkpoints": (0.5, 1.0),
-    "plan": (0.1, 0.0),
+    "plan": (3.0, 0.0),  # imports torch and the exporter
     "write weights": (0.3, 5.0),
     "record vectors": (3.0, 8.0),
     "export graphs": (16.0, 0.0),
@@ -130,9 +142,11 @@ def build(options: BuildOptions, progress: Progress) -> BuildReport:
     Raises CheckpointError, ProfileError, BundleError or BackendUnavailable for what the user can mend, OSError from the
     system.
     """
+    from builder import backends
+
     bundle.check_output(options.out, overwrite=options.overwrite)
     profile = options.profile
-    _check_backend(profile.backend)
+    backends.check(profile.backend)
     clock = _Clock(progress)
     with clock.stage("read checkpoints"):
         from builder import checkpoints
@@ -148,15 +162,14 @@ def build(options: BuildOptions, progress: Progress) -> BuildReport:
         plan = resolve(profile, target.spec, drafter.spec)
         for warning in plan.warnings:
             progress.warning(warning)
-        check_memory(
-            # At least: a session a batch, each with weights of its own.
-            memory_needed(target.spec, drafter.spec, plan.limits, weight_bytes * len(plan.limits.batches)),
-            plan.limits,
-            available_memory(),
-        )
+        backend = backends.get(profile.backend)
+        state = tuple(backend.state(target.spec, drafter.spec, plan.limits))
+        # At least: a session a batch, each with weights of its own.
+        memory = _memory(state, plan.limits.slots, weight_bytes * len(plan.limits.batches))
+        check_memory(memory, plan.limits, available_memory())
         _check_disk(options.out, weight_bytes)
     with bundle.Staging(options.out, overwrite=options.overwrite) as staging:
-        manifest = _fill(staging.directory, target, drafter, profile, plan, clock)
+        manifest = _fill(staging.directory, target, drafter, profile, plan, backend, state, clock)
         report = _report(options, manifest, plan.warnings, clock)
         _write_json(staging.directory / REPORT_NAME, _report_json(report))
         with clock.stage("swap in"):
@@ -170,12 +183,13 @@ def _fill(
     drafter: DrafterCheckpoint,
     profile: Profile,
     plan: Resolution,
+    backend: BackendBuilder,
+    state: tuple[StateTensor, ...],
     clock: _Clock,
 ) -> Manifest:
     """Write everything but the report into `directory`."""
-    from builder import backends, export, vectors, weights
+    from builder import export, vectors, weights
 
-    backend = backends.get(profile.backend)
     limits = plan.limits
     with clock.stage("write weights"):
         index = weights.write_weights(directory, target, drafter, limits)
@@ -188,8 +202,7 @@ def _fill(
         engines = backend.compile(graphs, index, limits, directory)
     with clock.stage("write manifest"):
         if target.tokenizer is not None:
-            _write_tokenizer(directory / "tokenizer", target.tokenizer)
-        state = tuple(backend.state(target.spec, drafter.spec, limits))
+            _write_tokenizer(directory, target.tokenizer)
         manifest = Manifest(
             format=FORMAT_VERSION,
             producer=f"{DISTRIBUTION} {VERSION}",
@@ -208,17 +221,6 @@ def _fill(
             files={},
         )
         return bundle.seal(directory, manifest)
-
-
-def _check_backend(name: str) -> None:
-    info = BACKENDS.get(name)
-    supported = ", ".join(known for known, other in BACKENDS.items() if other.supported)
-    if info is None or not info.supported:
-        raise BackendUnavailable(f"--backend {name}", "this version can't build for it", expected=supported)
-    if not any(map(installed, info.libraries)):
-        raise BackendUnavailable(
-            f"--backend {name}", f"needs {info.libraries[0]}", remedy=f"pip install {info.libraries[0]}"
-        )
 
 
 def _check_disk(out: Path, weight_bytes: int) -> None:
@@ -253,8 +255,8 @@ def _object(spec: TargetSpec | DrafterSpec) -> dict[str, object]:
 
 
 def _memory(state: tuple[StateTensor, ...], slots: int, weights: int) -> Memory:
-    """What the state tensors of the back end come to. `shape` is that of one slot."""
-    item = {"float32": 4, "float16": 2, "bfloat16": 2}
+    """Bytes that serving takes: the `weights`, and the back end's `state` for every slot and the scratch slot."""
+    item = {"float32": 4}
     per_tensor = [(tensor.kind, math.prod(tensor.shape) * item[tensor.dtype]) for tensor in state]
     per_slot = sum(size for _, size in per_tensor)
     ring = sum(size for kind, size in per_tensor if kind == "ring")
@@ -265,16 +267,16 @@ def _source(source: SourceInfo) -> Source:
     return Source(source.packaging, source.name, dict(source.files))
 
 
-def _write_tokenizer(folder: Path, tokenizer: TokenizerData) -> None:
-    folder.mkdir()
-    (folder / "tokenizer.json").write_text(tokenizer.tokenizer_json, encoding="utf-8", newline="")
+def _write_tokenizer(directory: Path, tokenizer: TokenizerData) -> None:
+    path = directory / TOKENIZER_FILE
+    path.parent.mkdir()
+    path.write_text(tokenizer.tokenizer_json, encoding="utf-8", newline="")
     config = {
         "chat_template": tokenizer.chat_template,
         "bos_token": tokenizer.bos_token,
         "eos_token": tokenizer.eos_token,
-        "eos_token_ids": list(tokenizer.eos_token_ids),
     }
-    _write_json(folder / "tokenizer_config.json", config)
+    _write_json(directory / TOKENIZER_CONFIG_FILE, config)
 
 
 def _write_json(path: Path, data: Mapping[str, object]) -> None:

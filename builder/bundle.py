@@ -26,6 +26,7 @@ from runtime.manifest import MANIFEST_NAME, OUTSIDE_IDENTITY, FileEntry, Manifes
 from runtime.version import DISTRIBUTION
 
 _OWNER = ".owner"
+_NO_BUNDLE = "the output exists and is not a bundle"
 _YOUNG_SECONDS = 60.0
 _AT_FDCWD = -100
 _RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
@@ -39,20 +40,22 @@ def check_output(out: Path, *, overwrite: bool) -> None:
     if not os.path.lexists(out):
         return
     if not out.is_dir():
-        raise BundleError(out, "the output exists and is not a bundle", found="a file", remedy="Choose another --out")
+        remedy = "Choose another --out"
+        raise BundleError(out, _NO_BUNDLE, expected="nothing, or a bundle", found="a file", remedy=remedy)
     listed = _listed_files(out)
     if listed is None:
         remedy = "It is never replaced: choose another --out, or remove it yourself"
-        raise BundleError(out, "the output exists and is not a bundle", remedy=remedy)
+        found = f"a directory without a bundle's {MANIFEST_NAME}"
+        raise BundleError(out, _NO_BUNDLE, expected="nothing, or a bundle", found=found, remedy=remedy)
     if not overwrite:
         remedy = "Pass --overwrite to replace it, or choose another --out"
-        raise BundleError(out, "already holds a bundle", remedy=remedy)
+        raise BundleError(out, "the output exists", expected="nothing", found="a bundle", remedy=remedy)
     known = {MANIFEST_NAME, _OWNER, *OUTSIDE_IDENTITY, *listed}
     for path in sorted(out.rglob("*")):
         name = path.relative_to(out).as_posix()
         if name not in known and not (path.is_dir() and not path.is_symlink()):
-            problem, remedy = f"holds {name!r}, which is not the bundle's", "Move it away, or choose another --out"
-            raise BundleError(out, problem, remedy=remedy)
+            problem, remedy = "holds more than its bundle", "Move it away, or choose another --out"
+            raise BundleError(out, problem, expected="the bundle's files alone", found=repr(name), remedy=remedy)
 
 
 def _listed_files(directory: Path) -> set[str] | None:

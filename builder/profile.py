@@ -17,10 +17,11 @@ from runtime.manifest import Limits, Memory, Serving
 
 PROFILES = Path(__file__).resolve().parent.parent / "engines" / "profiles"
 DEFAULT_PROFILE = "cpu"
-ITEM_BYTES = {"f32": 4}
-"""Precisions that can be built, with the bytes of a weight."""
+PRECISIONS = ("f32",)
+"""Precisions that can be built."""
 
 _BATCH_MAX = 1024
+_IN_FILE = "Correct the file, after the example of engines/profiles/cpu.toml"
 
 
 @dataclass(frozen=True)
@@ -74,13 +75,21 @@ def load_profile(name_or_path: str) -> Profile:
         if not path.is_file():
             known = ", ".join(sorted(file.stem for file in PROFILES.glob("*.toml"))) or "none"
             remedy = "Or pass the path of a .toml file"
-            raise ProfileError(f"--profile {name_or_path}", "no such profile", expected=known, remedy=remedy)
+            raise ProfileError(
+                f"--profile {name_or_path}", "no such profile", expected=known, found=name_or_path, remedy=remedy
+            )
     try:
         data = tomllib.loads(path.read_bytes().decode("utf-8"))
     except OSError as error:
-        raise ProfileError(path, f"can't be read ({error.strerror})") from None
+        raise ProfileError(
+            path,
+            "can't be read",
+            expected="a readable file",
+            found=error.strerror or error,
+            remedy="Check the path and its rights",
+        ) from None
     except ValueError as error:
-        raise ProfileError(path, f"is not valid TOML ({error})") from None
+        raise ProfileError(path, "is not valid TOML", expected="TOML in UTF-8", found=error, remedy=_IN_FILE) from None
     return _from_toml(data, path)
 
 
@@ -89,27 +98,29 @@ def _from_toml(data: Mapping[str, object], path: Path) -> Profile:
     values: dict[str, object] = {"name": path.stem}
     for key, value in data.items():
         if key not in known:
-            raise ProfileError(path, f"key {key!r} is unknown", expected=", ".join(sorted(known)))
+            raise ProfileError(path, "unknown key", expected=", ".join(sorted(known)), found=repr(key), remedy=_IN_FILE)
         values[key] = _typed(key, value, path)
     return Profile(**values)  # type: ignore[arg-type]  # every key and type was checked above
 
 
 def _typed(key: str, value: object, path: Path) -> object:
     if key in ("backend", "precision"):
+        expected = "a string"
         if isinstance(value, str):
             return value
-        raise ProfileError(path, f"key {key!r} is ill-typed", expected="a string", found=repr(value))
-    if key == "batches":
+    elif key == "batches":
+        expected = "a list of integers"
         if isinstance(value, list) and all(type(item) is int for item in value):
             return tuple(value)
-        raise ProfileError(path, f"key {key!r} is ill-typed", expected="a list of integers", found=repr(value))
-    if key == "confidence_threshold":
+    elif key == "confidence_threshold":
+        expected = "a number"
         if type(value) in (int, float):
             return float(str(value))
-        raise ProfileError(path, f"key {key!r} is ill-typed", expected="a number", found=repr(value))
-    if type(value) is int:
-        return value
-    raise ProfileError(path, f"key {key!r} is ill-typed", expected="an integer", found=repr(value))
+    else:
+        expected = "an integer"
+        if type(value) is int:
+            return value
+    raise ProfileError(path, f"key {key!r} is ill-typed", expected=expected, found=repr(value), remedy=_IN_FILE)
 
 
 def override(profile: Profile, **changes: object) -> Profile:
@@ -129,17 +140,23 @@ def parse_batches(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(item) for item in text.split(","))
     except ValueError:
+        remedy = "Separate whole numbers by commas"
         raise ProfileError(
-            "--batch", "is no list of batches", expected="numbers such as 1,2,4", found=repr(text)
+            "--batch", "is no list of batches", expected="numbers such as 1,2,4", found=repr(text), remedy=remedy
         ) from None
 
 
 def resolve(profile: Profile, target: TargetSpec, drafter: DrafterSpec) -> Resolution:
     """Fit `profile` to the models. Raises ProfileError naming the option, its bounds and what was found."""
     warnings: list[str] = []
-    if profile.precision not in ITEM_BYTES:
+    in_profile = f"Change it in profile {profile.name!r}"  # of what has no option
+    if profile.precision not in PRECISIONS:
         raise ProfileError(
-            "--precision", "can't be built", expected=", ".join(ITEM_BYTES), found=repr(profile.precision)
+            "--precision",
+            "can't be built",
+            expected=" or ".join(PRECISIONS),
+            found=repr(profile.precision),
+            remedy=f"Pass --precision {PRECISIONS[0]}",
         )
     batches, slots = _batches(profile)
     block = drafter.block_size
@@ -154,14 +171,26 @@ def resolve(profile: Profile, target: TargetSpec, drafter: DrafterSpec) -> Resol
         )
     if profile.prefill_chunk < 1:
         raise ProfileError(
-            "prefill_chunk", "is out of bounds", expected=f"1 to the window ({window})", found=profile.prefill_chunk
+            "prefill_chunk",
+            "is out of bounds",
+            expected=f"1 to the window ({window})",
+            found=profile.prefill_chunk,
+            remedy=in_profile,
         )
     max_draft = block if profile.max_draft is None else profile.max_draft
     if max_draft < 1:
-        raise ProfileError("max_draft", "is out of bounds", expected=f"1 to the block size ({block})", found=max_draft)
+        raise ProfileError(
+            "max_draft",
+            "is out of bounds",
+            expected=f"1 to the block size ({block})",
+            found=max_draft,
+            remedy=in_profile,
+        )
     threshold = profile.confidence_threshold
     if not (isfinite(threshold) and 0 <= threshold <= 1):
-        raise ProfileError("confidence_threshold", "is out of bounds", expected="0 to 1", found=threshold)
+        raise ProfileError(
+            "confidence_threshold", "is out of bounds", expected="0 to 1", found=threshold, remedy=in_profile
+        )
     limits = Limits(batches, slots, window, max_seq_len, block, min(profile.prefill_chunk, window, max_seq_len))
     return Resolution(limits, Serving(min(max_draft, block), threshold), tuple(warnings))
 
@@ -170,17 +199,27 @@ def _batches(profile: Profile) -> tuple[tuple[int, ...], int]:
     batches = profile.batches
     found = ",".join(map(str, batches)) or "none"
     if not batches or min(batches) < 1 or max(batches) > _BATCH_MAX:
-        raise ProfileError("--batch", "is out of bounds", expected=f"batches from 1 to {_BATCH_MAX}", found=found)
+        expected = f"batches from 1 to {_BATCH_MAX}"
+        remedy = "Leave --batch out for the profile's"
+        raise ProfileError("--batch", "is out of bounds", expected=expected, found=found, remedy=remedy)
     if list(batches) != sorted(set(batches)):
+        expected = ",".join(map(str, sorted(set(batches))))
         raise ProfileError(
             "--batch",
             "must be ascending without repeats",
-            expected=",".join(map(str, sorted(set(batches)))),
+            expected=expected,
             found=found,
+            remedy=f"Pass --batch {expected}",
         )
     slots = batches[-1] if profile.slots is None else profile.slots
     if slots < batches[-1]:
-        raise ProfileError("slots", "is less than the largest batch", expected=f"{batches[-1]} or more", found=slots)
+        raise ProfileError(
+            "slots",
+            "is less than the largest batch",
+            expected=f"{batches[-1]} or more",
+            found=slots,
+            remedy=f"Change it in profile {profile.name!r}, or leave it out for the largest batch",
+        )
     return batches, slots
 
 
@@ -194,30 +233,21 @@ def _fit(profile: Profile, name: str, bounds: _Bounds, warnings: list[str]) -> i
             "has no value that fits these models",
             expected=bounds.meaning,
             found=f"{bounds.low} to {bounds.high}",
+            remedy="Check max_position_embeddings in the models' config.json",
         )
     if bounds.low <= value <= bounds.high:
         return value
     if name in profile.explicit:
         raise ProfileError(
-            option, "is out of bounds", expected=f"{bounds.low} to {bounds.high} ({bounds.meaning})", found=value
+            option,
+            "is out of bounds",
+            expected=f"{bounds.low} to {bounds.high} ({bounds.meaning})",
+            found=value,
+            remedy=f"Leave {option} out for the profile's, fitted to the models",
         )
     clamped = min(max(value, bounds.low), bounds.high)
     warnings.append(f"{option} {value} of profile {profile.name!r} became {clamped}: it goes {bounds.meaning}")
     return clamped
-
-
-def memory_needed(target: TargetSpec, drafter: DrafterSpec, limits: Limits, weights: int) -> Memory:
-    """Bytes that serving takes: `weights` once, and float32 state for every slot and the scratch slot.
-
-    A slot holds the target's K/V ``[kv_heads, max_seq_len+B, head_dim]`` and the ring's ``[kv_heads, W, head_dim]``, K
-    and V of each layer, and the taps ``[B+1, T·H]``.
-    """
-    rows = limits.max_seq_len + limits.block_size
-    cache = target.num_layers * 2 * target.num_kv_heads * rows * target.head_dim * 4
-    ring = drafter.num_layers * 2 * drafter.num_kv_heads * limits.window * drafter.head_dim * 4
-    taps = (limits.block_size + 1) * len(drafter.taps) * target.hidden_size * 4
-    per_slot = cache + ring + taps
-    return Memory(weights, per_slot, ring, weights + (limits.slots + 1) * per_slot)
 
 
 def check_memory(memory: Memory, limits: Limits, available: int | None) -> None:

@@ -54,6 +54,16 @@ def reference_modules(
     return nets
 
 
+def _script(block: int, max_seq_len: int) -> list[int]:
+    """Accepted drafts of each round: some, all, none; cut so that each bonus token lies within the engines' sequence."""
+    rounds: list[int] = []
+    for accepted in (min(2, block), block, 0):
+        if sum(a + 1 for a in rounds) > max_seq_len - 2:
+            break
+        rounds.append(accepted)
+    return rounds
+
+
 class Recorder:
     """Plays one request on the reference modules, in slot 0 of one (and a scratch slot)."""
 
@@ -63,19 +73,18 @@ class Recorder:
         self.vocab = target.vocab_size
         self.block = drafter.block_size
         self.has_confidence = drafter.confidence != "none"
+        self.script = _script(self.block, limits.max_seq_len)
+        before_last = sum(accepted + 1 for accepted in self.script[:-1])
+        # A prompt that wraps a small ring; of a large one the golden vectors speak.
+        wanted = max(_PROMPT, limits.window + 5 if limits.window <= 64 else 0)
+        self.prompt_len = min(wanted, limits.max_seq_len - 1 - before_last)
         # As long as the script needs, not as long as the engines allow.
-        rounds = self._accepted()
-        room = limits.max_seq_len - 1 - sum(a + 1 for a in rounds)
-        self.prompt_len = max(1, min(max(_PROMPT, limits.window + 5 if limits.window <= 64 else 0), room))
-        rows = self.prompt_len + sum(a + 1 for a in rounds) + self.block + 1
+        rows = self.prompt_len + before_last + self.block + 1
         self.caches = [torch.zeros(2, target.num_kv_heads, rows, target.head_dim) for _ in range(2 * target.num_layers)]
         self.rings = [
             torch.zeros(2, drafter.num_kv_heads, limits.window, drafter.head_dim) for _ in range(2 * drafter.num_layers)
         ]
         self.taps = torch.zeros(2, self.block + 1, len(drafter.taps) * drafter.hidden_size)
-
-    def _accepted(self) -> list[int]:
-        return [min(2, self.block), self.block, 0]
 
     def run(self) -> dict[str, np.ndarray]:
         rng = np.random.default_rng(_SEED)
@@ -92,7 +101,7 @@ class Recorder:
             at += chunk
         arrays["prefill.logits"] = np.stack(logits)
         bonus, start, new_len = int(logits[-1].argmax()), self.prompt_len, 0
-        for r, accepted in enumerate(self._accepted()):
+        for r, accepted in enumerate(self.script):
             temperature = _TEMPERATURE if r == 0 else 0.0
             inputs = (bonus, start, min(self.limits.window, start), new_len)
             for _ in range(_TRIES):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -57,10 +58,10 @@ def _chat_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", default=None, help="system message")
 
 
-def _chat(options: argparse.Namespace) -> int | None:
-    from runtime import chat
+def _chat(options: argparse.Namespace) -> int:
+    from runtime.chat import main as talk
 
-    return chat.main(options)
+    return talk(options)
 
 
 def _validate(options: argparse.Namespace) -> int:
@@ -114,7 +115,18 @@ def _check(text: str) -> Check:
 
 
 def _print_json(data: object) -> None:
-    print(json.dumps(data, indent=2, sort_keys=True))
+    print(json.dumps(_finite(data), indent=2, sort_keys=True, allow_nan=False))
+
+
+def _finite(data: object) -> object:
+    """`data` with null for the numbers that JSON has no form for: NaN and the infinities."""
+    if isinstance(data, float) and not math.isfinite(data):
+        return None
+    if isinstance(data, dict):
+        return {key: _finite(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_finite(value) for value in data]
+    return data
 
 
 _COMMANDS = {"chat": _chat, "validate": _validate, "inspect": _inspect, "doctor": _doctor}

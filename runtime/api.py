@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
 from typing import cast
 
-from runtime.engine import Engine
+from runtime.engine import Engine, Handle
 from runtime.errors import RequestError
-from runtime.request import Request, Result, stop_strings
+from runtime.request import Request, Result, stop_strings, token_ids
 from runtime.sampling import SamplingParams
 from runtime.text import Message, Tokenizer
 
@@ -57,7 +57,7 @@ def generate(
     if isinstance(prompts, str) or not isinstance(prompts, Sequence):
         raise RequestError("prompts", "not a list", expected="a list of prompts", found=type(prompts).__name__)
     sampling = SamplingParams(temperature, top_p, seed)
-    stops = stop_strings(stop)
+    stops, stop_ids = stop_strings(stop), token_ids("stop_token_ids", stop_token_ids)
 
     def request(engine: Engine, index: int, prompt: Prompt) -> Request:
         try:
@@ -67,12 +67,12 @@ def generate(
                 max_new_tokens=max_new_tokens,
                 sampling=sampling,
                 stop=stops,
-                stop_token_ids=tuple(stop_token_ids or ()),
+                stop_token_ids=stop_ids,
                 ignore_eos=ignore_eos,
                 speculate=speculate,
                 max_draft=max_draft,
                 confidence_threshold=confidence_threshold,
-                stream=index,
+                draw_stream=index,
             )
             made.check(engine.bundle.manifest.limits, engine.bundle.manifest.models.vocab_size)
         except RequestError as error:
@@ -107,5 +107,12 @@ def prompt_ids(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[int, ...]:
 
 
 def _run(engine: Engine, requests: list[Request]) -> list[Result]:
-    handles = [engine.submit(request) for request in requests]
-    return [engine.result(handle) for handle in handles]
+    handles: list[Handle] = []
+    try:
+        for request in requests:
+            handles.append(engine.submit(request))
+        return [engine.result(handle) for handle in handles]
+    finally:
+        # Ctrl-C or an error must leave nothing running on an engine that others use.
+        for handle in handles:
+            engine.forget(handle)

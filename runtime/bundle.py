@@ -14,13 +14,14 @@ from typing import Literal
 
 from runtime import machine
 from runtime.errors import BackendUnavailable, BundleError
-from runtime.libraries import BACKENDS, installed, release
+from runtime.libraries import BACKENDS, SUPPORTED, installed, release
 from runtime.machine import human_bytes
 from runtime.manifest import (
     MANIFEST_NAME,
     NOT_A_BUNDLE,
     OUTSIDE_IDENTITY,
     REBUILD,
+    TOKENIZER_FILE,
     FileEntry,
     Manifest,
     identity_of,
@@ -39,6 +40,11 @@ class Bundle:
 
     path: Path
     manifest: Manifest
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether text prompts can be served; without a tokenizer only token ids can."""
+        return TOKENIZER_FILE in self.manifest.files
 
     def file(self, name: str) -> Path:
         """The path of one of the bundle's files. Raises BundleError when the manifest doesn't list it."""
@@ -71,7 +77,7 @@ def open_bundle(path: str | os.PathLike[str], check: Check = "full") -> Bundle:
 def _read_manifest(root: Path) -> Manifest:
     where = root / MANIFEST_NAME
     if not os.path.lexists(root):
-        raise BundleError(root, "does not exist", remedy=NOT_A_BUNDLE)
+        raise BundleError(root, "does not exist", expected="a bundle", found="nothing", remedy=NOT_A_BUNDLE)
     if not root.is_dir():
         raise BundleError(root, "is not a bundle", expected="a directory", found="a file", remedy=NOT_A_BUNDLE)
     try:
@@ -81,7 +87,7 @@ def _read_manifest(root: Path) -> Manifest:
     except UnicodeDecodeError as error:
         raise BundleError(where, f"is damaged: no ASCII text at byte {error.start}", remedy=REBUILD) from None
     except OSError as error:
-        raise BundleError(where, f"can't be read ({error.strerror})") from None
+        raise _unreadable(where, error) from None
     manifest = loads(text, str(where))
     identity = identity_of(manifest)
     if identity != manifest.identity:
@@ -96,7 +102,7 @@ def _locate(root: Path, name: str, entry: FileEntry) -> Path:
     foreign = not parts or name.startswith("/") or ".." in parts or any(character in name for character in "\\\0")
     if foreign or name in (MANIFEST_NAME, *OUTSIDE_IDENTITY):
         where, problem = root / MANIFEST_NAME, f"file name {name!r} is not allowed"
-        raise BundleError(where, problem, expected="a path inside the bundle", remedy=REBUILD)
+        raise BundleError(where, problem, expected="a path inside the bundle", found=repr(name), remedy=REBUILD)
     path = root.joinpath(*parts)
     try:
         if not path.resolve(strict=True).is_relative_to(root.resolve()):
@@ -105,7 +111,7 @@ def _locate(root: Path, name: str, entry: FileEntry) -> Path:
     except FileNotFoundError:
         raise BundleError(path, "is missing from the bundle", remedy=REBUILD) from None
     except OSError as error:
-        raise BundleError(path, f"can't be read ({error.strerror})") from None
+        raise _unreadable(path, error) from None
     if not stat.S_ISREG(found.st_mode):
         raise BundleError(path, "is no regular file", remedy=REBUILD)
     if found.st_size != entry.size:
@@ -123,11 +129,16 @@ def _check_hashes(paths: dict[str, Path], manifest: Manifest) -> None:
             try:
                 found = pending[name].result() if name in pending else hash_file(path)
             except OSError as error:
-                raise BundleError(path, f"can't be read ({error.strerror})") from None
+                raise _unreadable(path, error) from None
             wanted = manifest.files[name].sha256
             if found != wanted:
                 expected, problem = f"sha256 {wanted[:12]}…", "was altered after the build"
                 raise BundleError(path, problem, expected=expected, found=f"{found[:12]}…", remedy=REBUILD)
+
+
+def _unreadable(path: Path, error: OSError) -> BundleError:
+    remedy = "Check the file's rights and the disk"
+    return BundleError(path, "can't be read", expected="a readable file", found=error.strerror or error, remedy=remedy)
 
 
 def hash_file(path: Path) -> str:
@@ -149,13 +160,13 @@ def check_machine(bundle: Bundle, available: int | None = None) -> None:
     """
     backend = bundle.manifest.backend
     where = bundle.path
-    if backend.name not in BACKENDS or not BACKENDS[backend.name].supported:
-        here = ", ".join(name for name, known in BACKENDS.items() if known.supported)
+    if backend.name not in SUPPORTED:
         raise BackendUnavailable(
             where,
-            f"back end {backend.name!r} can't run in this version",
-            expected=here,
-            remedy="Rebuild with --backend ort-cpu",
+            "its back end can't run in this version",
+            expected=" or ".join(SUPPORTED),
+            found=backend.name,
+            remedy=f"{REBUILD} --backend {SUPPORTED[0]}",
         )
     packages = BACKENDS[backend.name].libraries
     found = next((version for version in map(installed, packages) if version), None)
@@ -177,5 +188,5 @@ def check_machine(bundle: Bundle, available: int | None = None) -> None:
             "needs more memory than is free",
             expected=f"{human_bytes(memory.total)} ({limits.slots} slots of {human_bytes(memory.per_slot)})",
             found=human_bytes(available),
-            remedy="Rebuild with fewer slots (--batch) or a smaller --max-seq-len or --window, or free some memory",
+            remedy=f"{REBUILD} and a smaller --batch, --max-seq-len or --window, or free some memory",
         )

@@ -93,7 +93,7 @@ class Conversation:
             ids = self._tokenizer.encode_chat(messages)
             if len(ids) + room <= self._limits.max_seq_len:
                 break
-        request = replace(self._settings, prompt_ids=tuple(ids), stream=len(self.results))
+        request = replace(self._settings, prompt_ids=tuple(ids), draw_stream=len(self.results))
         request.check(self._limits, self.engine.bundle.manifest.models.vocab_size)
         return Turn(question, request, dropped)
 

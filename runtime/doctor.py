@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from runtime import machine
-from runtime.libraries import BACKENDS, BUILD_PACKAGES, RUN_PACKAGES, BackendInfo, installed
+from runtime.libraries import BACKENDS, BUILD_PACKAGES, RUN_PACKAGES, SUPPORTED, BackendInfo, installed
 from runtime.machine import human_bytes
 from runtime.version import DISTRIBUTION, VERSION
 
@@ -62,7 +62,7 @@ def state(info: BackendInfo, packages: Mapping[str, str | None], cards: tuple[Gp
     run: list[tuple[str, str]] = []
     build: list[tuple[str, str]] = []
     if not info.supported:
-        common.append(("not in this version", "use ort-cpu"))
+        common.append(("not in this version", f"use {' or '.join(SUPPORTED)}"))
     if not any(packages.get(name) for name in info.libraries):
         common.append((info.libraries[0], f"pip install {info.libraries[0]}"))
     if info.architectures and not any(card.architecture in info.architectures for card in cards):

@@ -19,14 +19,13 @@ import numpy as np
 from runtime.bundle import Bundle, check_machine, open_bundle
 from runtime.errors import RequestError
 from runtime.request import Request, Result
-from runtime.sampling import probabilities
 from runtime.scheduler import DecodeWork, PrefillWork, Scheduler
-from runtime.sequence import Piece, Sequence
+from runtime.sequence import NO_DRAFTS, Piece, Proposal, Sequence
 from runtime.sessions import open_session
-from runtime.sessions.base import DraftOut, Session, TargetOut
-from runtime.slots import SlotTable
-from runtime.text import TOKENIZER_FILE, Tokenizer
-from runtime.verify import accept_greedy, accept_sampled, proposal_length
+from runtime.sessions.base import Session
+from runtime.slots import RingState, SlotTable
+from runtime.text import Tokenizer
+from runtime.verify import proposal_length
 
 
 @dataclass(frozen=True)
@@ -58,13 +57,14 @@ class Engine:
         opened = open_bundle(bundle, check=check)
         check_machine(opened)
         self.bundle: Bundle = opened
-        self.tokenizer = Tokenizer(opened.path) if (opened.path / TOKENIZER_FILE).exists() else None
+        self.tokenizer = Tokenizer(opened.path) if opened.has_tokenizer else None
         self._session: Session = open_session(opened.path, opened.manifest, threads)
         limits = opened.manifest.limits
         self._slots = SlotTable(limits.slots, limits.window)
         self._scheduler = Scheduler(self._slots, prefill_chunk=limits.prefill_chunk, max_batch=limits.batches[-1])
         self._sequences: dict[int, Sequence] = {}
         self._next_id = 0
+        self._closed = False
 
     def submit(self, request: Request) -> Handle:
         """Queue a request; it runs in the steps to come.
@@ -72,6 +72,7 @@ class Engine:
         Raises:
             RequestError: a request that this engine can't serve.
         """
+        self._require_open()
         manifest = self.bundle.manifest
         request.check(manifest.limits, manifest.models.vocab_size)
         if request.stop and self.tokenizer is None:
@@ -91,6 +92,7 @@ class Engine:
 
     def step(self) -> None:
         """Run one prefill chunk and one round of every decoding request. Does nothing without work."""
+        self._require_open()
         work = self._scheduler.schedule()
         for prefill in work.prefill:
             self._prefill(prefill)
@@ -98,7 +100,11 @@ class Engine:
             self._decode(work.decode)
 
     def stream(self, handle: Handle) -> Iterator[Piece]:
-        """Step until the request is done, yielding its tokens and text as they come."""
+        """Step until the request is done, yielding its tokens and text as they come.
+
+        The request stays known until `result` or `forget` is called; a caller who stops listening early and wants no
+        more of it should `cancel` it.
+        """
         sequence = self._sequence(handle)
         while True:
             piece = sequence.take()
@@ -122,8 +128,15 @@ class Engine:
         if not sequence.finished:
             self._finish(handle.id, sequence, "cancelled")
 
+    def forget(self, handle: Handle) -> None:
+        """Cancel a request if it still runs, and drop what it produced. Does nothing for one already forgotten."""
+        if handle.id in self._sequences:
+            self.cancel(handle)
+            del self._sequences[handle.id]
+
     def close(self) -> None:
         """Release engines and state. The engine serves nothing afterwards."""
+        self._closed = True
         self._sequences.clear()
         self._session.close()
 
@@ -132,6 +145,10 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise RequestError("engine", "is closed", expected="an open engine", remedy="Open a new one")
 
     def _sequence(self, handle: Handle) -> Sequence:
         try:
@@ -154,97 +171,75 @@ class Engine:
         inside = perf_counter()
         sequence.recorder.prefill += inside - began
         if end == len(prompt):
-            self._commit(work.request_id, sequence, [], self._next_token(sequence, out, len(prompt) - 1))
+            _, token = sequence.accept(NO_DRAFTS, out.argmax[0], out.logits[0], end - 1)
+            self._commit(work.request_id, sequence, NO_DRAFTS, token, None)
             sequence.recorder.host += perf_counter() - inside
-
-    def _next_token(self, sequence: Sequence, out: TargetOut, position: int) -> int:
-        """The token after a prefill."""
-        if sequence.sampling.greedy:
-            return int(out.argmax[0, -1])
-        p = probabilities(out.logits[0, -1], sequence.sampling)
-        return sequence.draw(p, position)
 
     def _decode(self, rows: tuple[DecodeWork, ...]) -> None:
         began = perf_counter()
         sequences = [self._sequences[row.request_id] for row in rows]
-        caps = [sequence.draft_cap() for sequence in sequences]
-        drafting = [i for i, cap in enumerate(caps) if cap > 0]
-        drafts: list[list[int]] = [[] for _ in rows]
-        q: list[np.ndarray | None] = [None] * len(rows)
-        draft_time = 0.0
-        if drafting:
-            block, draft_time = self._draft(
-                [rows[i] for i in drafting], [sequences[i] for i in drafting], caps, drafting
-            )
-            for k, i in enumerate(drafting):
-                confidence = None if block.confidence_logits is None else block.confidence_logits[k]
-                n = proposal_length(confidence, sequences[i].threshold, caps[i])
-                drafts[i] = block.ids[k, :n].tolist()
-                q[i] = None if block.q is None or sequences[i].sampling.greedy else block.q[k, :n]
-
-        width = 1 + max(map(len, drafts))
-        ids = np.zeros((len(rows), width), np.int64)
-        for i, sequence in enumerate(sequences):
-            ids[i, : 1 + len(drafts[i])] = [sequence.bonus, *drafts[i]]
         rings = [self._slots.ring(row.slot) for row in rows]
+        proposals, draft_time = self._propose(rows, sequences, rings)
+
+        ids = np.zeros((len(rows), 1 + max(len(p.ids) for p in proposals)), np.int64)
+        for i, (sequence, proposal) in enumerate(zip(sequences, proposals, strict=True)):
+            ids[i, : 1 + len(proposal.ids)] = [sequence.bonus, *proposal.ids]
         start = np.array([ring.start_pos for ring in rings])
         before = perf_counter()
         out = self._session.verify(ids, start, np.array([row.slot for row in rows]))
         verify_time = perf_counter() - before
 
-        for i, (row, sequence, ring) in enumerate(zip(rows, sequences, rings, strict=True)):
-            proposed = drafts[i]
-            if sequence.sampling.greedy:
-                accepted, token = accept_greedy(proposed, out.argmax[i, : len(proposed) + 1])
-            else:
-                accepted, token = self._accept_sampled(sequence, proposed, q[i], out.logits[i], ring.start_pos)
-            ring.verified(len(proposed), accepted)
-            self._commit(row.request_id, sequence, proposed, token, accepted)
+        for i, (row, sequence, ring, proposal) in enumerate(zip(rows, sequences, rings, proposals, strict=True)):
+            accepted, token = sequence.accept(proposal, out.argmax[i], out.logits[i], ring.start_pos)
+            ring.verified(len(proposal.ids), accepted)
+            self._commit(row.request_id, sequence, proposal, token, accepted)
         host = perf_counter() - began - draft_time - verify_time
         for sequence in sequences:
             sequence.recorder.draft += draft_time
             sequence.recorder.verify += verify_time
             sequence.recorder.host += host
 
-    def _draft(
-        self, rows: list[DecodeWork], sequences: list[Sequence], caps: list[int], drafting: list[int]
-    ) -> tuple[DraftOut, float]:
-        """One block for each row, as many slots as the most that any row may propose, and the seconds it took."""
-        slots = max(caps[i] for i in drafting)
-        rings = [self._slots.ring(row.slot) for row in rows]
-        windows = [ring.draft_window() for ring in rings]
-        uniforms = np.zeros((len(rows), slots), np.float32)
-        for k, (sequence, window) in enumerate(zip(sequences, windows, strict=True)):
-            if not sequence.sampling.greedy:
-                uniforms[k] = sequence.draft_uniforms(window.start_pos, slots)
+    def _propose(
+        self, rows: tuple[DecodeWork, ...], sequences: list[Sequence], rings: list[RingState]
+    ) -> tuple[list[Proposal], float]:
+        """What each row has verified this round, and the seconds the draft call took.
+
+        One call drafts for every row that may, as many slots as the most that any of them may propose.
+        """
+        proposals = [NO_DRAFTS] * len(rows)
+        caps = [sequence.draft_cap() for sequence in sequences]
+        drafting = [i for i, cap in enumerate(caps) if cap > 0]
+        if not drafting:
+            return proposals, 0.0
+        slots = max(caps)
+        windows = [rings[i].draft_window() for i in drafting]
+        uniforms = np.zeros((len(drafting), slots), np.float32)
+        for k, i in enumerate(drafting):
+            if not sequences[i].sampling.greedy:
+                uniforms[k] = sequences[i].draft_uniforms(windows[k].start_pos, slots)
         before = perf_counter()
         block = self._session.draft(
-            bonus=np.array([sequence.bonus for sequence in sequences]),
+            bonus=np.array([sequences[i].bonus for i in drafting]),
             start=np.array([window.start_pos for window in windows]),
             valid_len=np.array([window.valid_len for window in windows]),
             new_len=np.array([window.new_len for window in windows]),
-            slot=np.array([row.slot for row in rows]),
-            temperature=np.array([sequence.sampling.temperature for sequence in sequences], np.float32),
+            slot=np.array([rows[i].slot for i in drafting]),
+            temperature=np.array([sequences[i].sampling.temperature for i in drafting], np.float32),
             uniforms=uniforms,
         )
         seconds = perf_counter() - before
-        for ring in rings:
-            ring.drafted()
-        return block, seconds
-
-    def _accept_sampled(
-        self, sequence: Sequence, proposed: list[int], q: np.ndarray | None, logits: np.ndarray, start: int
-    ) -> tuple[int, int]:
-        if q is None:
-            q = np.empty((0, 0), np.float32)
-        uniforms, final = sequence.accept_uniforms(start, len(proposed))
-        return accept_sampled(proposed, q, lambda i: probabilities(logits[i], sequence.sampling), uniforms, final)
+        for k, i in enumerate(drafting):
+            rings[i].drafted()
+            confidence = None if block.confidence_logits is None else block.confidence_logits[k]
+            n = proposal_length(confidence, sequences[i].threshold, caps[i])
+            proposals[i] = Proposal(block.ids[k, :n].tolist(), None if block.q is None else block.q[k, :n])
+        return proposals, seconds
 
     def _commit(
-        self, request_id: int, sequence: Sequence, proposed: list[int], token: int, accepted: int | None = None
+        self, request_id: int, sequence: Sequence, proposal: Proposal, token: int, accepted: int | None
     ) -> None:
         """Emit a round's tokens (a prefill's when `accepted` is None), and end the request where they say so."""
-        reason = sequence.emit(proposed, token, accepted)
+        reason = sequence.emit(proposal, token, accepted)
         if reason is not None:
             self._finish(request_id, sequence, reason)
 

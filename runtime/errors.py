@@ -17,9 +17,9 @@ class DSparkError(ValueError):
         problem: what is wrong with it, as a short clause.
         expected: what would have been right (omitted where `problem` says it).
         found: what was there instead.
-        remedy: what the user can do about it.
+        remedy: what the user can do about it, without a full stop.
 
-    ``str(error)`` is one line: ``where: problem; expected …, found …. remedy``.
+    ``str(error)`` is one line: ``where: problem; expected …; found …. remedy``.
     """
 
     def __init__(

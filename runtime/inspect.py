@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from runtime import machine
-from runtime.bundle import Bundle, Check, check_machine, open_bundle
+from runtime.bundle import Check, check_machine, open_bundle
 from runtime.errors import DSparkError
 from runtime.machine import human_bytes
 from runtime.manifest import to_plain
@@ -39,18 +39,13 @@ def inspect(path: Path, check: Check = "quick") -> dict[str, object]:
         "vocab_size": manifest.models.vocab_size,
         "eos_token_ids": list(manifest.models.eos_token_ids),
         "has_confidence": manifest.models.has_confidence,
-        "has_tokenizer": has_tokenizer(bundle),
+        "has_tokenizer": bundle.has_tokenizer,
         "engines": to_plain(manifest.engines),
         "plugins": to_plain(manifest.plugins),
         "conventions": dict(manifest.conventions),
         "runs_here": problem is None,
         "problem": problem,
     }
-
-
-def has_tokenizer(bundle: Bundle) -> bool:
-    """Whether text prompts can be served; without a tokenizer only token ids can."""
-    return "tokenizer/tokenizer.json" in bundle.manifest.files
 
 
 def describe(path: Path, check: Check = "quick") -> list[str]:

@@ -36,6 +36,7 @@ BACKENDS = {
         False, ("tensorrt-rtx-cu13-bindings",), ("sm_75", "sm_80", "sm_86", "sm_89", "sm_120", "sm_121")
     ),
 }
+SUPPORTED = tuple(name for name, info in BACKENDS.items() if info.supported)
 
 
 def installed(package: str) -> str | None:

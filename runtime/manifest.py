@@ -18,6 +18,8 @@ from runtime.errors import BundleError
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
 REPORT_NAME = "report.json"
+TOKENIZER_FILE = "tokenizer/tokenizer.json"
+TOKENIZER_CONFIG_FILE = "tokenizer/tokenizer_config.json"
 OUTSIDE_IDENTITY = (REPORT_NAME,)
 """Files a bundle may hold that its identity doesn't cover: they differ from build to build."""
 

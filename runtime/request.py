@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from runtime.errors import RequestError
-from runtime.manifest import Limits
+from runtime.manifest import REBUILD, Limits
 from runtime.sampling import SamplingParams
 
 FinishReason = Literal["stop", "length", "cancelled"]
+
+_DEFAULT = "Leave it out (None) for the bundle's default"
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class Request:
         max_draft: most drafts a round, 0 … block size; None takes the bundle's default.
         confidence_threshold: drafts are cut before the first confidence below it, in [0, 1]; None takes the bundle's
             default.
-        stream: tells requests of the same seed apart in the random numbers, 0 … 2⁶⁴-1.
+        draw_stream: tells requests of the same seed apart in the random numbers, 0 … 2⁶⁴-1.
 
     Raises:
         RequestError: a value of the wrong type or out of its range.
@@ -44,35 +46,56 @@ class Request:
     speculate: bool = True
     max_draft: int | None = None
     confidence_threshold: float | None = None
-    stream: int = 0
+    draw_stream: int = 0
 
     def __post_init__(self) -> None:
         def put(name: str, value: object) -> None:
             object.__setattr__(self, name, value)
 
-        put("prompt_ids", _ids("prompt", self.prompt_ids))
+        put("prompt_ids", token_ids("prompt", self.prompt_ids))
         if not self.prompt_ids:
             raise RequestError(
-                "prompt", "empty", expected="at least one token", remedy="Start from a BOS token or some text."
+                "prompt", "empty", expected="at least one token", remedy="Start from a BOS token or some text"
             )
-        put("max_new_tokens", _integer("max_new_tokens", self.max_new_tokens, 0))
+        put("max_new_tokens", _integer("max_new_tokens", self.max_new_tokens, "Pass 0 for an empty result, or more"))
         if not isinstance(self.sampling, SamplingParams):
-            raise RequestError("sampling", "wrong type", expected="SamplingParams", found=type(self.sampling).__name__)
+            raise RequestError(
+                "sampling",
+                "wrong type",
+                expected="SamplingParams",
+                found=type(self.sampling).__name__,
+                remedy="Pass runtime.SamplingParams(temperature, top_p, seed)",
+            )
         put("stop", stop_strings(self.stop))
-        put("stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))
+        put("stop_token_ids", token_ids("stop_token_ids", self.stop_token_ids))
         for name in ("ignore_eos", "speculate"):
             if not isinstance(getattr(self, name), bool):
-                raise RequestError(name, "wrong type", expected="True or False", found=repr(getattr(self, name)))
+                raise RequestError(
+                    name,
+                    "wrong type",
+                    expected="True or False",
+                    found=repr(getattr(self, name)),
+                    remedy=f"Pass a bool as {name}, or leave it out",
+                )
         if self.max_draft is not None:
-            put("max_draft", _integer("max_draft", self.max_draft, 0))
+            put("max_draft", _integer("max_draft", self.max_draft, _DEFAULT))
         if self.confidence_threshold is not None:
             threshold = self.confidence_threshold
             if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not 0 <= threshold <= 1:
-                raise RequestError("confidence_threshold", "not a probability", expected="0 … 1", found=repr(threshold))
+                raise RequestError(
+                    "confidence_threshold",
+                    "not a probability",
+                    expected="0 … 1",
+                    found=repr(threshold),
+                    remedy=_DEFAULT,
+                )
             put("confidence_threshold", float(threshold))
-        put("stream", _integer("stream", self.stream, 0))
-        if self.stream >= 2**64:
-            raise RequestError("stream", "out of range", expected="0 … 2^64-1", found=self.stream)
+        remedy = "Number the requests of a seed from 0"
+        put("draw_stream", _integer("draw_stream", self.draw_stream, remedy))
+        if self.draw_stream >= 2**64:
+            raise RequestError(
+                "draw_stream", "out of range", expected="0 … 2^64-1", found=self.draw_stream, remedy=remedy
+            )
 
     def check(self, limits: Limits, vocab_size: int) -> None:
         """Refuse what an engine of these limits can't serve.
@@ -87,17 +110,25 @@ class Request:
                 "longer than the engine serves",
                 expected=f"at most {limits.max_seq_len - 1} tokens",
                 found=len(self.prompt_ids),
-                remedy="Shorten it, or build the bundle with a larger --max-seq-len.",
+                remedy=f"{REBUILD} and a larger --max-seq-len, or shorten it",
             )
         for name, ids in (("prompt", self.prompt_ids), ("stop_token_ids", self.stop_token_ids)):
             if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
                 outside = next(token for token in ids if not 0 <= token < vocab_size)
                 raise RequestError(
-                    name, "an id outside the vocabulary", expected=f"0 … {vocab_size - 1}", found=outside
+                    name,
+                    "an id outside the vocabulary",
+                    expected=f"0 … {vocab_size - 1}",
+                    found=outside,
+                    remedy="Take the ids from the target's own tokenizer",
                 )
         if self.max_draft is not None and self.max_draft > limits.block_size:
             raise RequestError(
-                "max_draft", "more than a block holds", expected=f"0 … {limits.block_size}", found=self.max_draft
+                "max_draft",
+                "more than a block holds",
+                expected=f"0 … {limits.block_size}",
+                found=self.max_draft,
+                remedy=_DEFAULT,
             )
 
 
@@ -192,29 +223,46 @@ def stop_strings(value: str | Sequence[str] | None) -> tuple[str, ...]:
     if isinstance(value, str):
         value = (value,)
     if not isinstance(value, list | tuple):
-        raise RequestError("stop", "wrong type", expected="a string or a list of strings", found=type(value).__name__)
+        raise RequestError(
+            "stop",
+            "wrong type",
+            expected="a string or a list of strings",
+            found=type(value).__name__,
+            remedy="Pass token ids as stop_token_ids",
+        )
     for item in value:
         if not isinstance(item, str) or not item:
-            raise RequestError("stop", "not a stop string", expected="non-empty strings", found=repr(item))
+            raise RequestError(
+                "stop", "not a stop string", expected="non-empty strings", found=repr(item), remedy="Leave it out"
+            )
     return tuple(value)
 
 
-def _integer(name: str, value: object, least: int) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise RequestError(name, "not an integer", expected=f"an integer ≥ {least}", found=repr(value))
-    number = operator.index(value)
-    if number < least:
-        raise RequestError(name, "out of range", expected=f"≥ {least}", found=number)
-    return number
+def token_ids(name: str, value: object) -> tuple[int, ...]:
+    """Return token ids as a tuple of plain ints; numpy integers are converted, None gives none. `name` is the argument
+    that errors name.
 
-
-def _ids(name: str, value: object) -> tuple[int, ...]:
-    """Token ids as a tuple of plain ints (numpy integers are converted; booleans and floats are refused)."""
+    Raises:
+        RequestError: a string, bytes, anything else that can't be iterated, or a token that is no integer (booleans and
+            floats included).
+    """
     if value is None:
         return ()
+    remedy = "Pass ids as the tokenizer gives them, a list of integers"
     if isinstance(value, str | bytes) or not isinstance(value, Iterable):
-        raise RequestError(name, "not token ids", expected="a sequence of integers", found=type(value).__name__)
+        raise RequestError(
+            name, "not token ids", expected="a sequence of integers", found=type(value).__name__, remedy=remedy
+        )
     ids = tuple(value)
     if set(map(type, ids)) <= {int}:  # the common case, without a Python loop over a long prompt
         return ids
-    return tuple(_integer(f"{name}[{i}]", token, 0) for i, token in enumerate(ids))
+    return tuple(_integer(f"{name}[{i}]", token, remedy) for i, token in enumerate(ids))
+
+
+def _integer(name: str, value: object, remedy: str) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise RequestError(name, "not an integer", expected="an integer ≥ 0", found=repr(value), remedy=remedy)
+    number = operator.index(value)
+    if number < 0:
+        raise RequestError(name, "out of range", expected="≥ 0", found=number, remedy=remedy)
+    return number

@@ -28,6 +28,9 @@ MAX_TEMPERATURE = 1e5
 """Above it the distribution is uniform over the vocabulary for every model."""
 
 _WORD = 2**64
+_GREEDY = "Use 0 for the likeliest token"
+_NO_CUT = "Use 1 for no cut"
+_ANY_SEED = "Use None for a seed that the engine chooses"
 
 
 @dataclass(frozen=True)
@@ -46,24 +49,25 @@ class SamplingParams:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        temperature = _number("temperature", self.temperature)
+        temperature = _number("temperature", self.temperature, _GREEDY)
         if temperature != 0 and not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
             raise RequestError(
                 "temperature",
                 "out of range",
                 expected=f"0 (greedy) or {MIN_TEMPERATURE:g} … {MAX_TEMPERATURE:g}",
                 found=temperature,
+                remedy=_GREEDY,
             )
-        top_p = _number("top_p", self.top_p)
+        top_p = _number("top_p", self.top_p, _NO_CUT)
         if not 0 < top_p <= 1:
-            raise RequestError(
-                "top_p", "out of range", expected="above 0, at most 1", found=top_p, remedy="Use 1 for no cut."
-            )
+            raise RequestError("top_p", "out of range", expected="above 0, at most 1", found=top_p, remedy=_NO_CUT)
         if self.seed is not None:
             if isinstance(self.seed, bool) or not isinstance(self.seed, int | np.integer):
-                raise RequestError("seed", "not an integer", expected="an integer or None", found=repr(self.seed))
+                raise RequestError(
+                    "seed", "not an integer", expected="an integer or None", found=repr(self.seed), remedy=_ANY_SEED
+                )
             if not 0 <= self.seed < _WORD:
-                raise RequestError("seed", "out of range", expected="0 … 2^64-1", found=self.seed)
+                raise RequestError("seed", "out of range", expected="0 … 2^64-1", found=self.seed, remedy=_ANY_SEED)
             object.__setattr__(self, "seed", int(self.seed))
         object.__setattr__(self, "temperature", temperature)
         object.__setattr__(self, "top_p", top_p)
@@ -87,10 +91,18 @@ def probabilities(logits: Float32, params: SamplingParams) -> Float32:
         RequestError: greedy parameters, or logits that aren't numbers (NaN, +inf, or all -inf).
     """
     if params.greedy:
-        raise RequestError("temperature", "a greedy request has no distribution", found=0, remedy="Take the argmax.")
+        raise RequestError(
+            "temperature", "a greedy request has no distribution", expected="above 0", found=0, remedy="Take the argmax"
+        )
     best = logits.max()
     if not math.isfinite(best):
-        raise RequestError("logits", "the largest one is not a number", expected="a finite value", found=best)
+        raise RequestError(
+            "logits",
+            "the largest one is not a number",
+            expected="a finite value",
+            found=best,
+            remedy="Check the bundle with python -m runtime validate DIR",
+        )
     with np.errstate(over="ignore"):  # a difference beyond float32 is -inf, and its exp 0, as it should be
         p = logits - best  # before the division, so that the largest term is exp(0)
         p /= np.float32(params.temperature)
@@ -143,11 +155,19 @@ def draw(p: Float, u: float) -> int:
         RequestError: p without mass (or with NaN), u outside its range.
     """
     if not 0 <= u < 1:
-        raise RequestError("u", "not a uniform number", expected="in [0, 1)", found=u)
+        raise RequestError(
+            "u", "not a uniform number", expected="in [0, 1)", found=u, remedy="Take it from runtime.sampling.uniforms"
+        )
     coarse = np.add.reduceat(p, np.arange(0, len(p), _DRAW_BLOCK), dtype=np.float64).cumsum()
     total = float(coarse[-1])
     if not 0 < total < math.inf:
-        raise RequestError("p", "a distribution without finite mass", expected="a positive sum", found=total)
+        raise RequestError(
+            "p",
+            "a distribution without finite mass",
+            expected="a positive sum",
+            found=total,
+            remedy="Take it from runtime.sampling.probabilities",
+        )
     point = u * total
     block = int(np.searchsorted(coarse, point, side="right"))
     start = block * _DRAW_BLOCK
@@ -197,6 +217,7 @@ class _Philox(threading.local):
                 "the key is made of words",
                 expected="seed, request, position and purpose in 0 … 2^64-1",
                 found=(seed, request, position, purpose),
+                remedy="Choose a seed and a draw_stream in that range",
             ) from error
         self.bits.state = self.state
         words: NDArray[np.uint64] = self.bits.random_raw(n)
@@ -232,13 +253,13 @@ def uniforms32(seed: int, request: int, position: int, purpose: Purpose, n: int 
     return words.astype(np.float32) * np.float32(2.0**-23)
 
 
-def _number(name: str, value: object) -> float:
+def _number(name: str, value: object, remedy: str) -> float:
     if isinstance(value, bool | np.bool_) or not isinstance(value, int | float | np.integer | np.floating):
-        raise RequestError(name, "not a number", expected="a finite number", found=repr(value))
+        raise RequestError(name, "not a number", expected="a finite number", found=repr(value), remedy=remedy)
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
     if not math.isfinite(number):
-        raise RequestError(name, "not a finite number", expected="a finite number", found=number)
+        raise RequestError(name, "not a finite number", expected="a finite number", found=number, remedy=remedy)
     return number

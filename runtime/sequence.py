@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 
 from runtime.manifest import Manifest
 from runtime.request import FinishReason, Request, Result, StatsRecorder
-from runtime.sampling import Float, Purpose, draw, uniforms, uniforms32
+from runtime.sampling import Purpose, probabilities, uniforms, uniforms32
 from runtime.text import TextStream, Tokenizer
-from runtime.verify import emit
+from runtime.verify import accept_greedy, accept_sampled, emit
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,17 @@ class Piece:
 
     text: str
     token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Drafts to verify: `ids`, and the probabilities `q` ``[≥ n, V]`` that they were drawn from (None if greedy)."""
+
+    ids: list[int]
+    q: NDArray[np.float32] | None
+
+
+NO_DRAFTS = Proposal([], None)
 
 
 class Sequence:
@@ -66,19 +77,35 @@ class Sequence:
         return min(self._max_draft, self._limit - len(self.tokens) - 1)
 
     def draft_uniforms(self, start: int, n: int) -> NDArray[np.float32]:
-        return uniforms32(self._seed, self.request.stream, start, Purpose.DRAFT, n)
+        """The chain's uniforms ``[n]`` of the round that starts at `start`."""
+        return uniforms32(self._seed, self.request.draw_stream, start, Purpose.DRAFT, n)
 
-    def accept_uniforms(self, start: int, n: int) -> tuple[NDArray[np.float64], float]:
-        """The round's acceptance tests and its final draw."""
-        final = float(uniforms(self._seed, self.request.stream, start, Purpose.FINAL)[0])
-        return uniforms(self._seed, self.request.stream, start, Purpose.ACCEPT, n), final
+    def accept(
+        self, proposal: Proposal, argmax: NDArray[np.int64], logits: NDArray[np.float32], start: int
+    ) -> tuple[int, int]:
+        """How many drafts stand, and the token after them.
 
-    def draw(self, p: Float, position: int) -> int:
-        return draw(p, float(uniforms(self._seed, self.request.stream, position, Purpose.FINAL)[0]))
+        Args:
+            proposal: the n drafts that were verified; none after a prefill.
+            argmax, logits: the target's ``[≥ n+1]`` and ``[≥ n+1, V]`` after the bonus and after each draft.
+            start: position of the bonus token (of the last prompt token after a prefill): it keys the draws.
+        """
+        n = len(proposal.ids)
+        if self.sampling.greedy:
+            return accept_greedy(proposal.ids, argmax[: n + 1])
+        q = np.empty((0, 0), np.float32) if proposal.q is None else proposal.q
+        seed, stream = self._seed, self.request.draw_stream
+        return accept_sampled(
+            proposal.ids,
+            q,
+            lambda i: probabilities(logits[i], self.sampling),
+            uniforms(seed, stream, start, Purpose.ACCEPT, n),
+            float(uniforms(seed, stream, start, Purpose.FINAL)[0]),
+        )
 
-    def emit(self, proposed: list[int], token: int, accepted: int | None) -> FinishReason | None:
+    def emit(self, proposal: Proposal, token: int, accepted: int | None) -> FinishReason | None:
         """Add the tokens of a round (of a prefill when `accepted` is None); the reason to finish, if they end it."""
-        committed = [*proposed[: accepted or 0], token]
+        committed = [*proposal.ids[: accepted or 0], token]
         emitted = emit(committed, self._stop_ids, self._limit - len(self.tokens))
         new, stopped = emitted.tokens, emitted.stopped
         if self._text_stream is not None:
@@ -89,12 +116,13 @@ class Sequence:
                 new, stopped = new[: pushed.tokens_used], True
         self.tokens += new
         if accepted is not None:
-            self.recorder.round(len(proposed), min(emitted.accepted, len(new)), len(new))
+            self.recorder.round(len(proposal.ids), min(emitted.accepted, len(new)), len(new))
         if stopped:
             return "stop"
         return "length" if len(self.tokens) >= self._limit else None
 
     def finish(self, reason: FinishReason) -> None:
+        """The request ends for `reason`; text held back until now is released."""
         self.finished = reason
         if self._text_stream is not None:
             self._text.append(self._text_stream.finish())

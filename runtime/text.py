@@ -12,12 +12,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import tokenizers
 
 from runtime.errors import BundleError, RequestError
+from runtime.manifest import REBUILD, TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
 
 if TYPE_CHECKING:
     import jinja2
-
-TOKENIZER_FILE = "tokenizer/tokenizer.json"
-CONFIG_FILE = "tokenizer/tokenizer_config.json"
 
 Message = Mapping[str, object]
 
@@ -28,8 +26,7 @@ REPLACEMENT = "\ufffd"
 class Tokenizer:
     """The tokenizer of a bundle.
 
-    ``tokenizer_config.json`` is written by the builder: `chat_template`, `bos_token`, `eos_token` (strings or null) and
-    `eos_token_ids` (a list).
+    ``tokenizer_config.json`` is written by the builder: `chat_template`, `bos_token` and `eos_token`, strings or null.
 
     Raises:
         BundleError: a file that is missing or isn't what it should be.
@@ -38,19 +35,18 @@ class Tokenizer:
     def __init__(self, bundle: Path) -> None:
         path = bundle / TOKENIZER_FILE
         if not path.is_file():
-            raise BundleError(path, "no such file", remedy="Build the bundle again.")
+            raise BundleError(path, "no such file", remedy=REBUILD)
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises Exception itself
-            raise BundleError(path, "not a tokenizer", found=error, remedy="Build the bundle again.") from error
+            raise BundleError(path, "not a tokenizer", found=error, remedy=REBUILD) from error
         # Settings for training batches that some files carry: a prompt is never cut or filled up.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        config = _read_config(bundle / CONFIG_FILE)
+        config = _read_config(bundle / TOKENIZER_CONFIG_FILE)
         self.chat_template = config.chat_template
         self.bos_token = config.bos_token
         self.eos_token = config.eos_token
-        self.eos_token_ids = config.eos_token_ids
         self.special_ids = frozenset(
             token for token, added in self._tokenizer.get_added_tokens_decoder().items() if added.special
         )
@@ -87,7 +83,8 @@ class Tokenizer:
                 eos_token=self.eos_token or "",
             )
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
-            raise RequestError("messages", "the chat template refuses them", found=error) from error
+            remedy = "Change the messages, or pass the prompt as text or token ids"
+            raise RequestError("messages", "the chat template refuses them", found=error, remedy=remedy) from error
 
     @cached_property
     def _template(self) -> jinja2.Template:
@@ -97,7 +94,7 @@ class Tokenizer:
 
         if self.chat_template is None:
             raise RequestError(
-                "messages", "the bundle has no chat template", remedy="Pass the prompt as text or token ids."
+                "messages", "the bundle has no chat template", remedy="Pass the prompt as text or token ids"
             )
 
         def raise_exception(message: str) -> None:
@@ -211,13 +208,20 @@ def check_messages(messages: object) -> None:
     Raises:
         RequestError: not a non-empty list of mappings with the strings `role` and `content`.
     """
+    remedy = 'Write each as {"role": "user", "content": "…"}'
     if not isinstance(messages, list | tuple) or not messages:
         raise RequestError(
-            "messages", "not a conversation", expected="a non-empty list of messages", found=repr(messages)[:80]
+            "messages",
+            "not a conversation",
+            expected="a non-empty list of messages",
+            found=repr(messages)[:80],
+            remedy=remedy,
         )
     for i, message in enumerate(messages):
         if not isinstance(message, Mapping):
-            raise RequestError(f"messages[{i}]", "wrong type", expected="a dict", found=type(message).__name__)
+            raise RequestError(
+                f"messages[{i}]", "wrong type", expected="a dict", found=type(message).__name__, remedy=remedy
+            )
         for key in ("role", "content"):
             if not isinstance(message.get(key), str):
                 raise RequestError(
@@ -225,6 +229,7 @@ def check_messages(messages: object) -> None:
                     "missing or of another type",
                     expected="a string",
                     found=repr(message.get(key))[:80],
+                    remedy=remedy,
                 )
 
 
@@ -237,31 +242,24 @@ class _Config(NamedTuple):
     chat_template: str | None
     bos_token: str | None
     eos_token: str | None
-    eos_token_ids: tuple[int, ...]
 
 
 def _read_config(path: Path) -> _Config:
-    remedy = "Build the bundle again."
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise BundleError(path, "no such file", remedy=remedy) from error
+        raise BundleError(path, "no such file", remedy=REBUILD) from error
     except ValueError as error:
-        raise BundleError(path, "not JSON", found=error, remedy=remedy) from error
+        raise BundleError(path, "not JSON", found=error, remedy=REBUILD) from error
     if not isinstance(raw, dict):
-        raise BundleError(path, "wrong type", expected="an object", found=type(raw).__name__, remedy=remedy)
+        raise BundleError(path, "wrong type", expected="an object", found=type(raw).__name__, remedy=REBUILD)
 
     def text(key: str) -> str | None:
         value = raw.get(key)
         if value is not None and not isinstance(value, str):
             raise BundleError(
-                f"{path}: {key}", "wrong type", expected="a string or null", found=repr(value)[:80], remedy=remedy
+                f"{path}: {key}", "wrong type", expected="a string or null", found=repr(value)[:80], remedy=REBUILD
             )
         return value
 
-    ids = raw.get("eos_token_ids")
-    if not isinstance(ids, list) or not all(type(token) is int for token in ids):
-        raise BundleError(
-            f"{path}: eos_token_ids", "wrong type", expected="a list of integers", found=repr(ids)[:80], remedy=remedy
-        )
-    return _Config(text("chat_template"), text("bos_token"), text("eos_token"), tuple(ids))
+    return _Config(text("chat_template"), text("bos_token"), text("eos_token"))

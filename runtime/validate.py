@@ -9,6 +9,7 @@ from __future__ import annotations
 import zipfile
 from dataclasses import dataclass
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 
 from runtime.bundle import Check, check_machine, open_bundle
 from runtime.errors import BundleError
+from runtime.manifest import REBUILD
 from runtime.sessions import open_session
 from runtime.sessions.base import Session
 
@@ -72,19 +74,39 @@ def run(path: str | PathLike[str], check: Check = "full", threads: int | None = 
     """
     bundle = open_bundle(path, check=check)
     check_machine(bundle)
-    where = bundle.path / VECTORS_NAME
+    manifest = bundle.manifest
+    if manifest.backend.precision not in TOLERANCE:
+        raise BundleError(
+            bundle.path,
+            "no tolerance is known for its precision",
+            expected=", ".join(TOLERANCE),
+            found=manifest.backend.precision,
+            remedy="Upgrade the runtime",
+        )
+    vectors = _read(bundle.file(VECTORS_NAME), manifest.models.has_confidence)
+    session = open_session(bundle.path, manifest, threads)
     try:
-        with np.load(where, allow_pickle=False) as file:
-            vectors = {name: file[name] for name in file.files}
-    except (OSError, ValueError, zipfile.BadZipFile) as error:
-        raise BundleError(where, "not readable as vectors", found=str(error), remedy="Rebuild the bundle") from error
-    session = open_session(bundle.path, bundle.manifest, threads)
-    try:
-        return Report(tuple(_replay(session, vectors, TOLERANCE[bundle.manifest.backend.precision])))
-    except KeyError as error:
-        raise BundleError(where, f"lacks {error}", remedy="Rebuild the bundle") from error
+        return Report(tuple(_replay(session, vectors, TOLERANCE[manifest.backend.precision])))
     finally:
         session.close()
+
+
+def _read(where: Path, confidence: bool) -> dict[str, Array]:
+    try:
+        with np.load(where, allow_pickle=False) as file:
+            vectors: dict[str, Array] = {name: file[name] for name in file.files}
+    except (OSError, EOFError, ValueError, zipfile.BadZipFile) as error:
+        raise BundleError(where, "not readable as vectors", found=str(error), remedy=REBUILD) from error
+    each = ["temperature", "uniforms", "ids", "margin", "verify_ids", "logits"] + ["confidence"] * confidence
+    names = {"prompt", "chunks", "prefill.logits"}
+    names |= {f"{r}.{name}" for r in range(_rounds(vectors)) for name in each}
+    if missing := sorted(names - vectors.keys()):
+        raise BundleError(where, "vectors are missing", expected=", ".join(missing), remedy=REBUILD)
+    return vectors
+
+
+def _rounds(vectors: dict[str, Array]) -> int:
+    return sum(name.endswith(".inputs") for name in vectors)
 
 
 def _replay(session: Session, vectors: dict[str, Array], tolerance: float) -> list[Stage]:
@@ -96,7 +118,7 @@ def _replay(session: Session, vectors: dict[str, Array], tolerance: float) -> li
         stages.append(_close(f"prefill {i}", out.logits[0, -1], vectors["prefill.logits"][i], tolerance))
         session.seed(start, slot)
         at += chunk
-    for r in range(sum(name.endswith(".inputs") for name in vectors)):
+    for r in range(_rounds(vectors)):
         bonus, start, valid_len, new_len = (np.array([v]) for v in vectors[f"{r}.inputs"].tolist())
         temperature = np.array([vectors[f"{r}.temperature"]], np.float32)
         draft = session.draft(bonus, start, valid_len, new_len, slot, temperature, vectors[f"{r}.uniforms"][None])

@@ -75,7 +75,6 @@ def talking_bundle(tiny_bundle: Callable[..., Path], tmp_path_factory: pytest.Te
         "chat_template": "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}",
         "bos_token": None,
         "eos_token": None,
-        "eos_token_ids": [],
     }
     files = {
         "tokenizer/tokenizer.json": tokenizer.to_str().encode(),

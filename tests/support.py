@@ -108,11 +108,12 @@ def _engines(
         format=1, producer="test", identity="", backend=backend.describe(), limits=limits,
         serving=Serving(limits.block_size, 0.0),
         models=Models(
-            target.spec.vocab_size, len(drafter.spec.taps) * drafter.spec.hidden_size, drafter.spec.confidence != "none",
-            target.spec.eos_token_ids, {}, {},
+            target.spec.vocab_size, len(drafter.spec.taps) * drafter.spec.hidden_size,
+            drafter.spec.confidence != "none", target.spec.eos_token_ids, {}, {},
         ),
         engines=backend.compile(graphs, index, limits, dest), state=backend.state(target.spec, drafter.spec, limits),
-        memory=Memory(0, 0, 0, 0), plugins=(), conventions={}, target=Source("", "", {}), drafter=Source("", "", {}), files={},
+        memory=Memory(0, 0, 0, 0), plugins=(), conventions={},
+        target=Source("", "", {}), drafter=Source("", "", {}), files={},
     )  # fmt: skip
 
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from builder.errors import BackendUnavailable
 from builder.spec import DrafterSpec, TargetSpec
+from runtime.libraries import BACKENDS, SUPPORTED, installed
 from runtime.manifest import Backend, EngineFile, Limits, StateTensor
 
 if TYPE_CHECKING:
     from builder.export import Graph
     from builder.weights import WeightIndex
 
-NAMES = ("ort-cpu",)
+BUILDERS = {"ort-cpu": "builder.backends.ort_cpu:OrtCpu"}
+"""Back end to its builder class; the names are the supported ones of `runtime.libraries`."""
 
 
 class BackendBuilder(Protocol):
@@ -39,14 +42,33 @@ class BackendBuilder(Protocol):
         ...
 
 
-def get(name: str) -> BackendBuilder:
-    """The back end of that name.
+def check(name: str) -> None:
+    """Can this version, on this machine, build for the back end of that name? Nothing is imported to find out.
 
     Raises:
-        BackendUnavailable: this version can't build for it.
+        BackendUnavailable: a back end that this version doesn't have, or one whose library isn't installed.
     """
-    if name != "ort-cpu":
-        raise BackendUnavailable(f"--backend {name}", "no such back end", expected=", ".join(NAMES), found=name)
-    from builder.backends.ort_cpu import OrtCpu
+    where = f"--backend {name}"
+    if name not in SUPPORTED:
+        raise BackendUnavailable(
+            where,
+            "this version can't build for it",
+            expected=" or ".join(SUPPORTED),
+            found=name,
+            remedy=f"Pass --backend {SUPPORTED[0]}",
+        )
+    libraries = BACKENDS[name].libraries
+    if not any(map(installed, libraries)):
+        raise BackendUnavailable(
+            where,
+            "its library is not installed",
+            expected=" or ".join(libraries),
+            remedy=f"pip install {libraries[0]}",
+        )
 
-    return OrtCpu()
+
+def get(name: str) -> BackendBuilder:
+    """The back end of a name that `check` has passed."""
+    module, attribute = BUILDERS[name].split(":")
+    builder: BackendBuilder = getattr(import_module(module), attribute)()
+    return builder

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from builder.errors import CheckpointError
+from runtime.bundle import hash_file
 
 
 class FileHashes(Mapping[str, str]):
@@ -21,7 +21,7 @@ class FileHashes(Mapping[str, str]):
 
     def __getitem__(self, name: str) -> str:
         if name not in self._known:
-            self._known[name] = sha256_file(self._paths[name])
+            self._known[name] = _hash(self._paths[name])
         return self._known[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -35,11 +35,9 @@ def _name(base: Path, path: Path) -> str:
     return path.relative_to(base).as_posix() if path.is_relative_to(base) else path.name
 
 
-def sha256_file(path: Path) -> str:
-    """sha256 of a file's bytes, in hex. Raises CheckpointError when it can't be read."""
+def _hash(path: Path) -> str:
     try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return hash_file(path)
     except OSError as error:
         raise CheckpointError(
             path, "cannot be read", expected="a readable file", found=error.strerror or error, remedy="Check the path"

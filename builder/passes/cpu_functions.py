@@ -1,4 +1,4 @@
-"""What the CPU runs in place of the ``dspark`` operators, for one row whose state is bound: functions of standard ops."""
+"""What the CPU runs for the ``dspark`` operators, a row at a time with its state bound: functions of standard ops."""
 
 from __future__ import annotations
 
@@ -47,8 +47,13 @@ RING_ATTENTION = """
   v_heads = Transpose <perm = [0, 2, 1, 3]> (v)
   ring_keys = Slice (ring_k, zero, end, axis)
   ring_values = Slice (ring_v, zero, end, axis)
-  keys = Concat <axis = 2> (ring_keys, k_heads)
-  values = Concat <axis = 2> (ring_values, v_heads)
+  row_axis = Constant <value = int64[1] {1}> ()
+  seen = Unsqueeze (visible, row_axis)
+  zero_float = Constant <value = float {0.0}> ()
+  seen_keys = Where (seen, ring_keys, zero_float)
+  seen_values = Where (seen, ring_values, zero_float)
+  keys = Concat <axis = 2> (seen_keys, k_heads)
+  values = Concat <axis = 2> (seen_values, v_heads)
   attended = Attention (q_heads, keys, values, mask)
   attended_rows = Transpose <perm = [0, 2, 1, 3]> (attended)
   flat = Constant <value = int64[3] {0, 0, -1}> ()

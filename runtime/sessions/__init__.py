@@ -1,31 +1,23 @@
-"""Sessions, one an inference back end, behind `runtime.sessions.base.Session`; imported only when a bundle needs it."""
+"""Sessions: one inference back end each behind `runtime.sessions.base.Session`, imported when a bundle needs it."""
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 
-from runtime.errors import BackendUnavailable
 from runtime.manifest import Manifest
 from runtime.sessions.base import Session
 
-BACKENDS = ("ort-cpu",)
+SESSIONS = {"ort-cpu": "runtime.sessions.ort:OrtSession"}
+"""Back end to its session class; the names are the supported ones of `runtime.libraries`."""
 
 
 def open_session(path: Path, manifest: Manifest, threads: int | None = None) -> Session:
-    """Load a checked bundle's engines and allocate its state.
+    """Load the engines of a bundle that `open_bundle` and `check_machine` have passed, and allocate its state.
 
     Raises:
-        BackendUnavailable: a back end that this runtime doesn't have.
         BundleError: engines that the library refuses.
     """
-    if manifest.backend.name not in BACKENDS:
-        raise BackendUnavailable(
-            path,
-            "this runtime has no such back end",
-            expected=", ".join(BACKENDS),
-            found=manifest.backend.name,
-            remedy="Upgrade the runtime, or rebuild the bundle with another --backend",
-        )
-    from runtime.sessions.ort import OrtSession
-
-    return OrtSession(path, manifest, threads)
+    module, name = SESSIONS[manifest.backend.name].split(":")
+    session: Session = getattr(import_module(module), name)(path, manifest, threads)
+    return session

@@ -1,8 +1,9 @@
 """What an inference back end offers the engine: four calls over slot-indexed state, and nothing else.
 
 Arrays are numpy, C-contiguous. `b` is the number of real rows of the call; the session pads to the smallest fixed-batch
-engine that holds it, with padding rows on the scratch slot. Slots are ``0 … slots-1``. Outputs are valid until the
-session's next call (they may be views of persistent buffers): copy what must live longer.
+engine that holds it, with padding rows on the scratch slot. Slots are ``0 … slots-1``. Outputs may
+be views of persistent buffers: those of `draft` are valid until the next `draft`, those of `prefill` and `verify` until
+the next call of either. The engine relies on it: it reads q after verify.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ only run: a step copies ids in and reads results out, and nothing else crosses P
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,8 +21,8 @@ from runtime.errors import BundleError, RequestError
 from runtime.manifest import Manifest
 from runtime.sessions.base import DraftOut, Float32, Int64, TargetOut
 
-# Bindings kept for reuse. One costs a few kilobytes and, for the target, some 0.2 ms to make.
-_KEPT_BINDINGS = 512
+# Bindings kept for reuse. One costs some 0.2 ms to make for the target; large outputs are views of shared buffers.
+_KEPT_BINDINGS = 256
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ class OrtSession:
             if o.name in _DEBUG
         ]
         self.debug: Mapping[str, NDArray[Any]] = {}
+        self._buffers: dict[str, Float32] = {}
         self._chunk_taps: Float32 = np.empty(0, np.float32)
 
     def prefill(self, ids: Int64, start: Int64, slot: Int64) -> TargetOut:
@@ -166,6 +168,13 @@ class OrtSession:
             self._calls.move_to_end(key)
         return call
 
+    def _buffer(self, name: str, *shape: int) -> Float32:
+        """An output array as a view of one buffer a name, as large as any call needs: bindings come by the hundred."""
+        if name not in self._buffers:
+            largest = self.limits.batches[-1] * (self.limits.block_size + 1) * self._vocab
+            self._buffers[name] = np.empty(largest, np.float32)
+        return self._buffers[name][: math.prod(shape)].reshape(shape)
+
     def _run_target(self, batch: int, call: _Call, ids: Int64, start: Int64) -> TargetOut:
         real = len(ids)
         for name, value in (("ids", ids), ("start", start)):
@@ -183,7 +192,7 @@ class OrtSession:
         }
         outputs: dict[str, NDArray[Any]] = {
             "argmax": np.empty((batch, heads), np.int64),
-            "logits": np.empty((batch, heads, self._vocab), np.float32),
+            "logits": self._buffer("logits", batch, heads, self._vocab),
         }
         binding = self._engines["target", batch].io_binding()
         tap_rows = {f"taps.row{r}": row for r, row in enumerate(taps)}
@@ -196,7 +205,7 @@ class OrtSession:
         inputs |= {"temperature": np.zeros(batch, np.float32), "uniforms": np.zeros((batch, width), np.float32)}
         outputs: dict[str, NDArray[Any]] = {
             "ids": np.empty((batch, width), np.int64),
-            "q": np.empty((batch, width, self._vocab if sampled else 1), np.float32),
+            "q": self._buffer("q", batch, width, self._vocab if sampled else 1),
         }
         if self._has_confidence:
             outputs["confidence_logits"] = np.empty((batch, width), np.float32)

@@ -163,24 +163,33 @@ def _target_pairs(calls: Calls, bare: Bare, repeats: int) -> dict[int, object]:
 
 
 def _draft_pairs(calls: Calls, models: Models, block: int, repeats: int, threads: int) -> dict[str, object]:
-    """By drafted slots; the Markov chain is one product of the W2 matrix a slot."""
+    """By drafted slots. The Markov chain's product, of which a slot takes one, is timed alone: added as calls of their
+    own, each would wake the threads anew, which costs more than the product.
+    """
     drafter = Bare(drafter_matmuls(models.drafter), threads)
     rank = int(str(models.drafter["markov_rank"]))
-    links = [Bare([Matmul(rank, models.vocab_size, "one")], threads)] if rank else []
 
-    def without_chain(slots: int) -> None:
+    def run_bare(slots: int) -> None:
         drafter(width=slots, block=block, context=block + 1)
 
-    def with_chain(slots: int) -> None:
-        without_chain(slots)
-        for link in links * slots:
-            link(one=1)
-
     calls.verify(3)
-    return {
-        "draft": {slots: _pairs(calls.draft, with_chain, slots, repeats) for slots in range(1, block + 1)},
-        "draft_without_chain": {block: _pairs(calls.draft, without_chain, block, repeats)},
+    result: dict[str, object] = {
+        "draft": {slots: _pairs(calls.draft, run_bare, slots, repeats) for slots in range(1, block + 1)}
     }
+    if rank:
+        link = Bare([Matmul(rank, models.vocab_size, "one")], threads)
+        result["chain_product_ms"] = summary(_times(lambda _: link(one=1), repeats))
+    return result
+
+
+def _times(call: Callable[[int], None], repeats: int) -> list[float]:
+    """Milliseconds of each call after two that warm up."""
+    times = []
+    for _ in range(repeats + 2):
+        began = perf_counter()
+        call(0)
+        times.append(1e3 * (perf_counter() - began))
+    return times[2:]
 
 
 def _pairs(engine: Callable[[int], None], bare: Callable[[int], None], width: int, repeats: int) -> dict[str, object]:

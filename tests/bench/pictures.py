@@ -42,7 +42,7 @@ def _speed(results: Results, path: Path) -> Path:
     axes.set_xticks(range(len(kinds)), [kind.replace("_", " ") for kind in kinds])
     axes.set_ylabel("tokens per second in decode")
     axes.set_title("Greedy decoding, batch 1, float32 (medians)")
-    axes.legend(loc="lower right")
+    figure.legend(loc="outside lower center", ncols=len(bars))
     figure.savefig(path, dpi=120)
     plt.close(figure)
     return path

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 import builder
+from builder import backends
 from builder.spec import DrafterCheckpoint, DrafterSpec, SourceInfo, TargetCheckpoint, TargetSpec
 from runtime.errors import CheckpointError
 from runtime.manifest import Backend, EngineFile, Limits, StateTensor
@@ -70,7 +71,7 @@ def stages(monkeypatch: pytest.MonkeyPatch) -> Stages:
         "checkpoints": SimpleNamespace(load_target=load_target, load_drafter=load_drafter),
         "weights": SimpleNamespace(write_weights=write_weights),
         "export": SimpleNamespace(export_graphs=export_graphs),
-        "backends": SimpleNamespace(get=lambda name: backend),
+        "backends": SimpleNamespace(check=backends.check, get=lambda name: backend),
         "vectors": SimpleNamespace(record=record),
     }
     for name, module in stand_ins.items():

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 from pathlib import Path
 
 import pytest
 
 from builder import build as module
 from builder.build import STAGES, BuildOptions, BuildReport, StageEvent, build
-from builder.profile import Profile, memory_needed, override
+from builder.profile import Profile, override
 from runtime.bundle import open_bundle
 from runtime.errors import BackendUnavailable, BundleError, CheckpointError, ProfileError
-from tests.examples import DRAFTER, Stages
+from runtime.manifest import Memory
+from tests.examples import Stages
 
 
 class Listener:
@@ -70,9 +72,30 @@ def test_what_comes_out(stages: Stages, tmp_path: Path) -> None:
     ) - sum((tmp_path / "out" / name).stat().st_size for name in ("manifest.json", "report.json"))
 
 
-def test_memory_of_the_state_is_that_of_the_formula(stages: Stages, tmp_path: Path) -> None:
-    manifest = run(tmp_path / "out").manifest
-    assert manifest.memory == memory_needed(stages.target, DRAFTER, manifest.limits, 100)
+def test_memory_by_hand(stages: Stages, tmp_path: Path) -> None:
+    cache = 4 * 2 * 2 * (64 + 7) * 8 * 4
+    ring = 3 * 2 * 2 * 32 * 16 * 4
+    taps = 8 * 2 * 24 * 4
+    per_slot = cache + ring + taps
+    profile = override(Profile(), window=32, max_seq_len=64, batches=(1, 2))
+    manifest = run(tmp_path / "out", profile).manifest
+    assert manifest.memory == Memory(100, per_slot, ring, 100 + 3 * per_slot)
+
+
+def test_memory_is_checked_before_any_write(stages: Stages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    profile = override(Profile(), window=32, max_seq_len=64, batches=(1, 2))
+    state = run(tmp_path / "out", profile).manifest.memory.total - 100
+    elements = sum(math.prod(shape) for shape in (*stages.shapes.values(), (24, 48)))
+    needed = state + 2 * 4 * elements  # the weights once a batch
+    monkeypatch.setattr(module, "available_memory", lambda: needed)
+    run(tmp_path / "out", profile, overwrite=True)
+    monkeypatch.setattr(module, "available_memory", lambda: needed - 1)
+    stages.calls.clear()
+    with pytest.raises(
+        ProfileError, match=r"memory: the bundle would need more than is free.*Choose a smaller --batch"
+    ):
+        run(tmp_path / "out", profile, overwrite=True)
+    assert stages.calls == ["load_target", "load_drafter"]
 
 
 def test_tokenizer_files(stages: Stages, tmp_path: Path) -> None:
@@ -83,7 +106,6 @@ def test_tokenizer_files(stages: Stages, tmp_path: Path) -> None:
         "chat_template": "{{ messages }}",
         "bos_token": None,
         "eos_token": "</s>",
-        "eos_token_ids": [5, 2],
     }
 
 
@@ -173,6 +195,6 @@ def test_disk_space_is_checked_before_any_write(
 @pytest.mark.parametrize("backend", ["tensorrt", "quantum"])
 def test_back_end_this_version_lacks(stages: Stages, tmp_path: Path, backend: str) -> None:
     with pytest.raises(
-        BackendUnavailable, match=f"--backend {backend}: this version can't build for it; expected ort-cpu"
+        BackendUnavailable, match=f"--backend {backend}: this version can't build for it; expected ort-cpu; found"
     ):
         run(tmp_path / "out", override(Profile(), backend=backend))

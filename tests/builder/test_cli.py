@@ -76,7 +76,7 @@ def test_existing_bundle(stages: Stages, tmp_path: Path, capsys: pytest.CaptureF
     assert main(build_arguments(tmp_path)) == 0
     capsys.readouterr()
     assert main(build_arguments(tmp_path)) == 1
-    one_line(capsys, "already holds a bundle. Pass --overwrite")
+    one_line(capsys, "the output exists; expected nothing; found a bundle. Pass --overwrite")
     assert main(build_arguments(tmp_path, "--overwrite")) == 0
 
 

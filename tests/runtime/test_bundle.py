@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -36,6 +37,7 @@ def test_a_whole_bundle_opens(make_bundle: MakeBundle, monkeypatch: pytest.Monke
     assert sorted(bundle.manifest.files) == ["target.b1.onnx", "tokenizer/tokenizer.json", "weights.bin"]
     assert bundle.manifest.files["weights.bin"].size == 5000
     assert bundle.file("weights.bin") == path / "weights.bin"
+    assert bundle.has_tokenizer
     assert open_bundle(path, "quick").manifest == bundle.manifest
     with pytest.raises(BundleError, match="lists no file 'nothing'"):
         bundle.file("nothing")
@@ -94,8 +96,22 @@ def test_manifest_truncated_or_binary(make_bundle: MakeBundle) -> None:
     refused(path, "manifest.json: is damaged: no ASCII text at byte 0")
 
 
+@pytest.mark.parametrize("function", ["pathlib.Path.read_bytes", "runtime.bundle.hash_file"])
+def test_unreadable(make_bundle: MakeBundle, monkeypatch: pytest.MonkeyPatch, function: str) -> None:
+    path = make_bundle()
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(function, refuse)
+    refused(path, "can't be read; expected a readable file; found Permission denied. Check the file's rights")
+
+
 def test_no_bundle(tmp_path: Path) -> None:
-    refused(tmp_path / "absent", "absent: does not exist. Name a directory written by dspark-build")
+    refused(
+        tmp_path / "absent",
+        "absent: does not exist; expected a bundle; found nothing. Name a directory written by dspark-build",
+    )
     (tmp_path / "file").write_text("x")
     refused(tmp_path / "file", "is not a bundle; expected a directory; found a file")
     (tmp_path / "empty").mkdir()
@@ -192,7 +208,9 @@ def test_library_missing_or_older(make_bundle: MakeBundle, monkeypatch: pytest.M
 @pytest.mark.parametrize("name", ["tensorrt", "quantum"])
 def test_back_end_of_another_version(make_bundle: MakeBundle, name: str) -> None:
     bundle = open_bundle(make_bundle(backend=Backend(name, name, "1", "sm_90", "f32")))
-    with pytest.raises(BackendUnavailable, match=f"back end '{name}' can't run in this version; expected ort-cpu"):
+    with pytest.raises(
+        BackendUnavailable, match=f"its back end can't run in this version; expected ort-cpu; found {name}. Rebuild"
+    ):
         check_machine(bundle)
 
 
@@ -202,7 +220,7 @@ def test_memory_is_checked_before_allocation(make_bundle: MakeBundle, monkeypatc
     with pytest.raises(BundleError) as caught:
         check_machine(bundle, available=(4 << 30) - 1)
     message = str(caught.value)
-    assert "expected 4.0 GiB (2 slots of 1.0 GiB); found 4.0 GiB. Rebuild with fewer slots (--batch)" in message
+    assert "expected 4.0 GiB (2 slots of 1.0 GiB); found 4.0 GiB. Rebuild the bundle with" in message
     monkeypatch.setattr(machine, "available_memory", lambda: None)
     check_machine(bundle)
     monkeypatch.setattr(machine, "available_memory", lambda: 5)

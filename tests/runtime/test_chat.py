@@ -138,7 +138,7 @@ def test_options_reach_the_request(talk: Callable[..., Engine]) -> None:
     assert engine.prompts[0] == "s:be brief|u:a"
     assert engine.check == "quick"
     # Turns of one seed draw from different streams.
-    assert (first.stream, second.stream) == (0, 1)
+    assert (first.draw_stream, second.draw_stream) == (0, 1)
 
 
 def test_the_oldest_turns_are_dropped_with_a_note(

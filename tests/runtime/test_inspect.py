@@ -34,6 +34,7 @@ def test_facts(make_bundle: MakeBundle) -> None:
     assert facts["runs_here"] is True
     assert facts["problem"] is None
     assert facts["has_tokenizer"] is True
+    assert inspect(make_bundle("bare", files={"target.b1.onnx": b"x"}))["has_tokenizer"] is False
 
 
 def test_a_bundle_too_big_for_this_machine_is_still_described(make_bundle: MakeBundle) -> None:
@@ -110,3 +111,7 @@ def test_validate_tells_by_its_exit_code(monkeypatch: pytest.MonkeyPatch, capsys
     assert [stage["passed"] for stage in report["stages"]] == [True, False]
     assert report["stages"][1] == {"name": "verify 0", "worst": 0.5, "allowed": 1e-3, "passed": False}
     assert asked == [("0.0001", "full"), ("0.5", "quick")]
+    for number in ("nan", "inf"):
+        assert main(["validate", number, "--json"]) == 1
+        report = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+        assert report["stages"][1] == {"name": "verify 0", "worst": None, "allowed": 1e-3, "passed": False}

@@ -8,7 +8,7 @@ import pytest
 
 from runtime.errors import RequestError
 from runtime.manifest import Limits
-from runtime.request import Request, Seconds, StatsRecorder, stop_strings
+from runtime.request import Request, Seconds, StatsRecorder, stop_strings, token_ids
 from runtime.sampling import SamplingParams
 
 LIMITS = Limits(batches=(1,), slots=1, window=16, max_seq_len=20, block_size=4, prefill_chunk=16)
@@ -27,7 +27,11 @@ LIMITS = Limits(batches=(1,), slots=1, window=16, max_seq_len=20, block_size=4, 
         ("max_new_tokens", 1.0, "max_new_tokens: not an integer"),
         ("max_new_tokens", True, "max_new_tokens: not an integer"),
         ("max_new_tokens", None, "max_new_tokens: not an integer"),
-        ("sampling", None, "sampling: wrong type"),
+        (
+            "sampling",
+            None,
+            r"sampling: wrong type; expected SamplingParams; found NoneType\. Pass runtime\.SamplingParams",
+        ),
         ("stop", [""], "stop: not a stop string"),
         ("stop", [1], "stop: not a stop string"),
         ("stop", 1, "stop: wrong type"),
@@ -42,8 +46,8 @@ LIMITS = Limits(batches=(1,), slots=1, window=16, max_seq_len=20, block_size=4, 
         ("confidence_threshold", math.nan, "confidence_threshold: not a probability"),
         ("confidence_threshold", True, "confidence_threshold: not a probability"),
         ("confidence_threshold", "0.5", "confidence_threshold: not a probability"),
-        ("stream", -1, "stream: out of range"),
-        ("stream", 2**64, "stream: out of range"),
+        ("draw_stream", -1, "draw_stream: out of range"),
+        ("draw_stream", 2**64, "draw_stream: out of range; .*Number the requests of a seed from 0"),
     ],
 )
 def test_values_are_checked(field: str, value: object, message: str) -> None:
@@ -61,6 +65,23 @@ def test_values_are_plain():
         request.max_new_tokens = 5
 
 
+def test_token_ids():
+    assert token_ids("ids", None) == ()
+    assert token_ids("ids", iter([3, np.int64(4)])) == (3, 4)
+    for value, message in (
+        (
+            b"ab",
+            "^ids: not token ids; expected a sequence of integers; found bytes. Pass ids as the tokenizer gives them",
+        ),
+        ("ab", "^ids: not token ids"),
+        (1, "^ids: not token ids"),
+        ([1, True], r"^ids\[1\]: not an integer"),
+        ([1.0], r"^ids\[0\]: not an integer"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            token_ids("ids", value)
+
+
 def test_stop_strings():
     assert stop_strings(None) == ()
     assert stop_strings("ab") == ("ab",)
@@ -70,7 +91,10 @@ def test_stop_strings():
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
-        (Request((1,) * 20), "prompt: longer than the engine serves; expected at most 19 tokens; found 20"),
+        (
+            Request((1,) * 20),
+            "prompt: longer than the engine serves; expected at most 19 tokens; found 20. Rebuild the",
+        ),
         (Request((1, 10)), "prompt: an id outside the vocabulary; expected 0 … 9; found 10"),
         (Request((-1, 1)), "prompt: .*found -1"),
         (Request((1,), stop_token_ids=(11,)), "stop_token_ids: .*found 11"),

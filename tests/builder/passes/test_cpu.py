@@ -112,7 +112,7 @@ def _session(model: ir.Model) -> ort.InferenceSession:
 
 
 def check(case: Case) -> Arrays:
-    """Lower, run, compare with the eager operator; nothing but the written rows of the state may have changed, by a bit."""
+    """Lower, run, compare with the eager operator; of the state, only written rows may have changed by a bit."""
     model = lowered(case)
     assert not any(node.domain == DOMAIN for node in model.graph)
     assert not any(domain == DOMAIN for domain, _, _ in model.functions)
@@ -129,7 +129,8 @@ def check(case: Case) -> Arrays:
             untouched[-1] = False
             assert untouched.any()
             for slot, row in zip(*np.nonzero(untouched), strict=True):
-                np.testing.assert_array_equal(after[slot, :, row], before[slot, :, row], f"{name}, slot {slot}, row {row}")
+                where = f"{name}, slot {slot}, row {row}"
+                np.testing.assert_array_equal(after[slot, :, row], before[slot, :, row], where)
     return found
 
 
@@ -187,7 +188,7 @@ def test_a_poisoned_scratch_slot_and_neighbour_change_nothing() -> None:
 
 
 def test_no_cache_row_past_the_last_is_read() -> None:
-    """A slot handed on holds the last request's rows behind this one's: NaN there says whether anything looks at them."""
+    """A slot handed on holds the last request's rows behind this one's: NaN there tells whether anything reads them."""
     for seed in SEEDS:
         case = cases.cached_attention(seed)
         width = case.inputs["q"].shape[1]
