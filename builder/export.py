@@ -34,13 +34,14 @@ _B, _W = 2, 3
 
 @dataclass(frozen=True)
 class Graph:
-    """An exported graph. `name` is ``target``, ``draft`` or ``seed``; `states` are the names of its state inputs in
-    order, each with an output ``<name>.new`` (the taps, which draft only reads, have none); weight names carry the
-    prefix ``target.`` or ``drafter.``."""
+    """An exported graph: `name` is ``target``, ``draft`` or ``seed``.
+
+    State inputs have a leading axis ``slots``, and each an output ``<name>.new`` (the taps, which draft only reads, have
+    none). Weight names carry the prefix ``target.`` or ``drafter.``.
+    """
 
     name: str
     model: ir.Model
-    states: tuple[str, ...]
 
 
 def modules(target: TargetSpec, drafter: DrafterSpec, limits: Limits) -> dict[str, nn.Module]:
@@ -180,7 +181,7 @@ def _export(
         body = ir.serde.deserialize_function(function(op_type))
         model.functions[body.identifier()] = body
     model.opset_imports[DOMAIN] = 1
-    return Graph(name, model, state_inputs)
+    return Graph(name, model)
 
 
 @contextlib.contextmanager

@@ -55,7 +55,7 @@ def reference_modules(
 
 
 def _script(block: int, max_seq_len: int) -> list[int]:
-    """Accepted drafts of each round: some, all, none; cut so that each bonus token lies within the engines' sequence."""
+    """Accepted drafts of each round: some, all, none; as many as leave each bonus within the sequence."""
     rounds: list[int] = []
     for accepted in (min(2, block), block, 0):
         if sum(a + 1 for a in rounds) > max_seq_len - 2:

@@ -17,7 +17,7 @@ from builder.spec import DrafterCheckpoint, DrafterSpec, TargetCheckpoint, Targe
 from runtime.manifest import Limits
 
 WEIGHTS_NAME = "weights.bin"
-# A page: external data can then be mapped in place by any library.
+# A page, for what is written as one stretch: a library can then map it in place.
 _ALIGN = 4096
 
 
@@ -42,7 +42,7 @@ class WeightIndex:
     bytes: int
 
     def tensor(self, name: str) -> Tensor:
-        """The weight as a read-only view of the mapped file."""
+        """The weight as a view of the mapped file; writing to it does not change the file."""
         weight = self.weights[name]
         data = np.memmap(self.path, dtype=np.float32, mode="c", offset=weight.offset, shape=weight.shape)
         return torch.from_numpy(data)

@@ -113,7 +113,7 @@ class RingState:
                 "no bonus token yet",
                 expected="start_pos > 0",
                 found=self.start_pos,
-                remedy="Prefill the prompt first.",
+                remedy="Prefill the prompt first",
             )
 
 

@@ -12,7 +12,7 @@ from builder.spec import RopeSpec
 
 
 class Linear(nn.Module):
-    """``y = x Wᵀ (+ b)`` over the last axis, run on rows ``[-1, in]`` so that it exports as one Gemm."""
+    """``y = x Wᵀ (+ b)`` over the last axis."""
 
     def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
         super().__init__()

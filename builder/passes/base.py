@@ -85,11 +85,6 @@ def replace_value(graph: ir.Graph, old: ir.Value, new: ir.Value) -> None:
             graph.outputs[i] = new
 
 
-def scalar(graph: ir.Graph, name: str, value: int) -> ir.Value:
-    """An int64 scalar initializer of the graph, made once per name."""
-    return constant(graph, name, value)
-
-
 def constant(graph: ir.Graph, name: str, values: list[int] | int) -> ir.Value:
     """An int64 initializer of the graph, a vector or a scalar, made once per name."""
     if name not in graph.initializers:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from builder.graphs.ops import CHAIN_OPS, DOMAIN, SIGNATURES
-from builder.passes.base import MICROSOFT, GraphPass, constant, fixed_size, remove_unused, replace_value, scalar
+from builder.passes.base import MICROSOFT, GraphPass, constant, fixed_size, remove_unused, replace_value
 from builder.passes.cpu_functions import CPU_DOMAIN, RING_ATTENTION, RING_WRITE, chain_body, cpu_function
 
 
@@ -27,7 +27,7 @@ class FixBatch(GraphPass):
 
 
 class SlotsToBindings(GraphPass):
-    """Requires: ``dspark`` operators over slot-indexed state, fixed batch.
+    """Requires: ``dspark`` operators over state inputs with a leading axis named ``slots``; fixed batch.
 
     Ensures: no input has a slot axis. Each state input ``x`` became ``x.row<r>`` of shape ``[1, …]`` for each row (the
     taps ``[rows, T·H]``), ``slot`` is gone, and so are the ``dspark`` operators: attention over the cache is
@@ -43,9 +43,7 @@ class SlotsToBindings(GraphPass):
         self._graph = graph
         self._rows: dict[ir.Value, list[ir.Value]] = {}
         self._split: dict[ir.Value, list[ir.Value]] = {}
-        states = [v for v in graph.inputs if (v.name or "").split(".")[0] in _STATE]
-        if any(v.name == "taps" for v in states) and graph.name == "seed":
-            states = [v for v in states if v.name != "taps"]
+        states = [v for v in graph.inputs if v.shape is not None and v.shape and str(v.shape[0]) == "slots"]
         for state in states:
             self._make_rows(state)
         if graph.name == "draft":
@@ -189,7 +187,7 @@ class SlotsToBindings(GraphPass):
     def _rotated(self, tape: ir.tape.Tape, x: ir.Value, cos: ir.Value, sin: ir.Value, start: ir.Value) -> ir.Value:
         """RoPE of ``[b, w, heads, d]`` at positions ``start[b] …``."""
         axis = constant(self._graph, "const_1", [1])
-        zero, one = (scalar(self._graph, f"scalar_{i}", i) for i in (0, 1))
+        zero, one = (constant(self._graph, f"scalar_{i}", i) for i in (0, 1))
         width = tape.op("Squeeze", [tape.op("Shape", [x], {"start": 1, "end": 2})])
         positions = tape.op("Add", [tape.op("Unsqueeze", [start, axis]), tape.op("Range", [zero, width, one])])
         heads_first = tape.op("Transpose", [x], {"perm": [0, 2, 1, 3]})
@@ -260,9 +258,6 @@ class SlotsToBindings(GraphPass):
         for r, part in enumerate(parts):
             part.name = f"{prefix}{r}"
         return parts
-
-
-_STATE = ("k_cache", "v_cache", "ring_k", "ring_v", "taps")
 
 
 def _common_split(q: ir.Value, k: ir.Value, v: ir.Value) -> ir.Value | None:

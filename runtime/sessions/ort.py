@@ -18,7 +18,7 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from runtime.errors import BundleError, RequestError
-from runtime.manifest import Manifest
+from runtime.manifest import REBUILD, Manifest
 from runtime.sessions.base import DraftOut, Float32, Int64, TargetOut
 
 # Bindings kept for reuse. One costs some 0.2 ms to make for the target; large outputs are views of shared buffers.
@@ -261,6 +261,4 @@ def _load(path: Path, threads: int | None) -> ort.InferenceSession:
     try:
         return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # the library has no narrower class for a model that it refuses
-        raise BundleError(
-            path, "ONNX Runtime refuses this engine", found=str(error), remedy="Rebuild the bundle"
-        ) from error
+        raise BundleError(path, "ONNX Runtime refuses this engine", found=str(error), remedy=REBUILD) from error

@@ -130,7 +130,7 @@ def test_a_directory_that_is_no_bundle_is_never_replaced(
     for name, text in content.items():
         (out / name).write_text(text)
     with (
-        pytest.raises(BundleError, match="the output exists and is not a bundle; .* found a directory without"),
+        pytest.raises(BundleError, match=r"the output exists and is not a bundle; .* found a directory without"),
         Staging(out, overwrite=overwrite),
     ):
         pytest.fail("entered")

@@ -82,7 +82,7 @@ def test_an_unknown_profile_names_those_there_are(tmp_path: Path) -> None:
     with pytest.raises(ProfileError, match=r"--profile gpu: no such profile; expected .*cpu.*Or pass the path"):
         load_profile("gpu")
     with pytest.raises(
-        ProfileError, match="can't be read; expected a readable file; found No such file or directory. Check the path"
+        ProfileError, match=r"can't be read; expected a readable file; found No such file or directory\. Check the path"
     ):
         load_profile(str(tmp_path / "absent.toml"))
 

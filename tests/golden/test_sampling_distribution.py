@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,12 @@ from builder.weights import write_weights
 from runtime.manifest import Limits, Manifest
 from runtime.sampling import SamplingParams, probabilities
 from runtime.sessions.ort import OrtSession
-from runtime.verify import accept_greedy, accept_sampled
+from runtime.verify import accept_sampled
 from tests.support import GOLDEN, pair_engines, tiny_prompts
 
 PAIR = "llama"
-RUNS, FEWER = 100_000, 20_000
-TEMPERATURE = 1.0
+RUNS, FEWER, SERVED = 100_000, 10_000, 3_000
+TEMPERATURE, TOP_P = 0.9, 0.8
 TOKENS = 3
 DRAFTS = 3
 ROWS = 32
@@ -61,11 +61,11 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     directory, dest = GOLDEN / "e2e" / PAIR, tmp_path_factory.mktemp("sampling")
     target = load_target(directory / "target")
     drafter = load_drafter(directory / "drafter", target)
-    prompt = tiny_prompts(PAIR)[1]
+    prompt = tiny_prompts(PAIR)[2]
     ids, bonus = tuple(prompt["input_ids"]), prompt["greedy_new_tokens"][0]
     limits = Limits((ROWS,), ROWS, 16, 24, drafter.spec.block_size, 8)
     manifest = pair_engines(dest, target, drafter, limits, debug=True)
-    joint = exact(target, drafter, [*ids, bonus], lambda logits: softmax(logits / TEMPERATURE))
+    joint = exact(dest, target, drafter, [*ids, bonus], lambda logits: softmax(logits / TEMPERATURE))
     return Pair(dest, manifest, ids, bonus, joint)
 
 
@@ -74,14 +74,30 @@ def softmax(logits: Array) -> Array:
     return p / p.sum(axis=-1, keepdims=True)
 
 
+def nucleus(p: Array) -> Array:
+    """p cut to the fewest tokens that reach `TOP_P`, by the full sort of each row."""
+    order = np.argsort(-p, axis=-1, kind="stable")
+    ranked = np.take_along_axis(p, order, axis=-1)
+    ranked[np.cumsum(ranked, axis=-1) - ranked >= TOP_P] = 0
+    kept = np.empty_like(p)
+    np.put_along_axis(kept, order, ranked, axis=-1)
+    return kept / kept.sum(axis=-1, keepdims=True)
+
+
 def exact(
-    target: TargetCheckpoint, drafter: DrafterCheckpoint, prompt: list[int], distribution: Callable[[Array], Array]
+    dest: Path,
+    target: TargetCheckpoint,
+    drafter: DrafterCheckpoint,
+    prompt: list[int],
+    distribution: Callable[[Array], Array],
 ) -> Array:
     """p(t1) p(t2 | t1) p(t3 | t1 t2) for every three tokens, from the float32 torch module."""
     vocab = target.spec.vocab_size
     n = len(prompt)
     limits = Limits((1,), vocab, 16, n + 2, drafter.spec.block_size, 8)
-    index = write_weights(tmp := Path(torch.hub.tempfile.mkdtemp()), target, drafter, limits)
+    folder = dest / f"exact-{n}"
+    folder.mkdir()
+    index = write_weights(folder, target, drafter, limits)
     net = reference_modules(target.spec, drafter.spec, index, limits)["target"]
     slot, rows = torch.arange(vocab), torch.tensor([[n - 1]])
 
@@ -100,9 +116,7 @@ def exact(
         joint = np.empty((vocab, vocab, vocab))
         for token in range(vocab):
             _, logits, *_ = net(torch.full((vocab, 1), token), zero + n + 1, slot, first, after)
-            joint[:, token] = p1[:, None, None][:, 0] * p2[:, token, None] * distribution(logits[:, 0].numpy())
-    tmp.joinpath("weights.bin").unlink()
-    tmp.rmdir()
+            joint[:, token] = (p1 * p2[:, token])[:, None] * distribution(logits[:, 0].numpy())
     return joint
 
 
@@ -173,8 +187,9 @@ def _sample(pair: Pair, runs: int, accept: Accept, seed: int) -> Sampled:
     return Sampled(tokens, accepted, looked_at)
 
 
-def p_value(joint: Array, tokens: Array) -> float:
-    """χ² of the outcomes against the joint distribution, neighbours merged until each cell is expected `LEAST` times."""
+def p_value(joint: Array, tokens: Array, cells: int = 100) -> float:
+    """χ² of the outcomes against the joint distribution, neighbours merged until each cell is expected `LEAST` times; at least
+    `cells` are left."""
     vocab = joint.shape[0]
     expected = joint.reshape(-1) * len(tokens)
     cell = np.empty(expected.size, np.int64)
@@ -189,7 +204,7 @@ def p_value(joint: Array, tokens: Array) -> float:
     cell = np.minimum(cell, len(sums) - 1)
     outcome = (tokens[:, 0] * vocab + tokens[:, 1]) * vocab + tokens[:, 2]
     observed = np.bincount(cell[outcome], minlength=len(sums))
-    assert len(sums) > 100, "too few cells to tell anything"
+    assert len(sums) >= cells, "too few cells to tell anything"
     expected_counts = np.array(sums) * (observed.sum() / sum(sums))
     return float(chisquare(observed, expected_counts).pvalue)
 
@@ -235,3 +250,33 @@ def test_mutants_are_found(pair: Pair, mutant: Accept) -> None:
     p = p_value(pair.joint, found.tokens)
     print(f"acceptance {found.rate:.3f}, p {p:.3g}")
     assert p < 1e-6
+
+
+def test_served_with_top_p(tiny_bundle: Callable[..., Path], tmp_path: Path) -> None:
+    """The engine itself, one request at a time: the prefill's token, then those of whole rounds, all cut by top_p."""
+    directory = GOLDEN / "e2e" / PAIR
+    target = load_target(directory / "target")
+    prompt = tiny_prompts(PAIR)[2]["input_ids"]
+    joint = exact(
+        tmp_path,
+        target,
+        load_drafter(directory / "drafter", target),
+        prompt,
+        lambda logits: nucleus(softmax(logits / TEMPERATURE)),
+    )
+    accepted = looked_at = 0
+    tokens = np.empty((SERVED, TOKENS), np.int64)
+    with runtime.Engine(tiny_bundle(PAIR), check="quick", threads=1) as engine:
+        for i in range(SERVED):
+            sampling = SamplingParams(TEMPERATURE, TOP_P, seed=5)
+            request = runtime.Request(tuple(prompt), max_new_tokens=TOKENS + 2, sampling=sampling, stream=i)
+            result = engine.result(engine.submit(request))
+            tokens[i] = result.token_ids[:TOKENS]
+            accepted += sum(result.stats.accepted)
+            looked_at += sum(min(a + 1, n) for a, n in zip(result.stats.accepted, result.stats.proposed, strict=True))
+    outcome = joint[tuple(tokens.T)]
+    assert (outcome > 0).all(), "a token outside the nucleus"
+    p = p_value(joint, tokens, cells=20)
+    print(f"acceptance {accepted / looked_at:.3f}, p {p:.3g}")
+    assert 0.2 < accepted / looked_at < 0.8
+    assert p > 1e-3
