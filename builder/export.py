@@ -36,8 +36,8 @@ _B, _W = 2, 3
 class Graph:
     """An exported graph: `name` is ``target``, ``draft`` or ``seed``.
 
-    State inputs have a leading axis ``slots``, and each an output ``<name>.new`` (the taps, which draft only reads, have
-    none). Weight names carry the prefix ``target.`` or ``drafter.``.
+    State inputs have a leading axis ``slots``, and each an output ``<name>.new`` (the taps, which draft only reads,
+    have none). Weight names carry the prefix ``target.`` or ``drafter.``.
     """
 
     name: str
