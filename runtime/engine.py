@@ -110,9 +110,10 @@ class Engine:
             piece = sequence.take()
             if piece is not None:
                 yield piece
-            if sequence.finished:
+            elif sequence.finished:
                 return
-            self.step()
+            else:
+                self.step()
 
     def result(self, handle: Handle) -> Result:
         """Step until the request is done; its result. The engine then forgets the request."""

@@ -20,8 +20,8 @@ TOLERANCE = 1e-4
 class Case:
     """One golden drafter with a session that has its sequences in slots 0, 1, …
 
-    `open_session` makes it from (directory, target, drafter, limits); it has a session's `seed` and `draft`, its ``_chunk_taps`` and
-    ``_state``, and ``debug``.
+    `open_session` makes it from (directory, target, drafter, limits); it has a session's `seed` and `draft`, its
+    ``_chunk_taps`` and ``_state``, and ``debug``.
     """
 
     def __init__(self, golden: Path, name: str, dest: Path, open_session: Callable[..., Any]) -> None:

@@ -1,5 +1,5 @@
-"""The exported graphs as they are, before any back end lowers them, on ONNX Runtime: whole slot-indexed state goes in and
-comes out (copied, which is what a back end is there to avoid), every row of a batch in one call."""
+"""The exported graphs as they are, before any back end lowers them, on ONNX Runtime: whole slot-indexed state goes in
+and comes out (copied, which is what a back end is there to avoid), every row of a batch in one call."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,8 +11,7 @@ from safetensors.numpy import load_file
 import runtime
 from builder.build import BuildOptions, build
 from builder.profile import Profile
-from tests.support import GOLDEN
-from tests.support import SilentProgress
+from tests.support import GOLDEN, SilentProgress
 
 PAIRS = sorted(p.name for p in (GOLDEN / "e2e").iterdir())
 

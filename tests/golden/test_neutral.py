@@ -18,7 +18,16 @@ from tests.support import GOLDEN, exported_drafter
 
 PAIRS = sorted(p.name for p in (GOLDEN / "e2e").iterdir())
 # Every head and confidence, both ring borders, one slot a block; each is exported for test_drafter.py anyway.
-CASES = ("block1", "gated_r16", "no_confidence", "no_markov", "prefix_reuse", "ring_exact_boundary", "ring_wrap", "rnn_r16")
+CASES = (
+    "block1",
+    "gated_r16",
+    "no_confidence",
+    "no_markov",
+    "prefix_reuse",
+    "ring_exact_boundary",
+    "ring_wrap",
+    "rnn_r16",
+)
 
 
 def case(golden: Path, name: str, dest: Path) -> Case:

@@ -1,7 +1,7 @@
 """Sampling through draft and verify engines: three tokens are distributed as the target's own, to within chance.
 
-10⁵ runs of a tiny pair at a fixed seed against the exact joint distribution (χ²). The same test must fail for two wrong ways of
-verifying, or it would prove nothing.
+10⁵ runs of a tiny pair at a fixed seed against the exact joint distribution (χ²). The same test must fail for wrong
+ways of verifying, or it would prove nothing.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def sample(pair: Pair, runs: int, accept: Accept, seed: int) -> Sampled:
 
 
 def _sample(pair: Pair, runs: int, accept: Accept, seed: int) -> Sampled:
-    """Rows draft and verify side by side, each in a run of its own; one that has its three tokens starts the next at once."""
+    """Rows draft and verify side by side, each in a run of its own; one that has its tokens starts the next at once."""
     session = OrtSession(pair.path, pair.manifest, threads=1)
     rng, params = np.random.default_rng(seed), SamplingParams(TEMPERATURE)
     slot, n = np.arange(ROWS), len(pair.prompt)
@@ -171,7 +171,7 @@ def _sample(pair: Pair, runs: int, accept: Accept, seed: int) -> Sampled:
                 r,
                 block.ids[r],
                 block.q[r],
-                lambda i, r=r: probabilities(out.logits[r, i], params),
+                lambda i, rows=out.logits[r]: probabilities(rows[i], params),
                 tests[r],
                 float(finals[r]),
             )
@@ -188,8 +188,8 @@ def _sample(pair: Pair, runs: int, accept: Accept, seed: int) -> Sampled:
 
 
 def p_value(joint: Array, tokens: Array, cells: int = 100) -> float:
-    """χ² of the outcomes against the joint distribution, neighbours merged until each cell is expected `LEAST` times; at least
-    `cells` are left."""
+    """χ² of the outcomes against the joint distribution, neighbours merged until each cell is expected `LEAST` times; at
+    least `cells` are left."""
     vocab = joint.shape[0]
     expected = joint.reshape(-1) * len(tokens)
     cell = np.empty(expected.size, np.int64)
@@ -209,7 +209,9 @@ def p_value(joint: Array, tokens: Array, cells: int = 100) -> float:
     return float(chisquare(observed, expected_counts).pvalue)
 
 
-def as_served(session: OrtSession, row: int, ids: Array, q: Array, p: Any, tests: Array, final: float) -> tuple[int, int]:
+def as_served(
+    session: OrtSession, row: int, ids: Array, q: Array, p: Any, tests: Array, final: float
+) -> tuple[int, int]:
     return accept_sampled(ids, q, p, tests, final)
 
 
@@ -269,7 +271,7 @@ def test_served_with_top_p(tiny_bundle: Callable[..., Path], tmp_path: Path) -> 
     with runtime.Engine(tiny_bundle(PAIR), check="quick", threads=1) as engine:
         for i in range(SERVED):
             sampling = SamplingParams(TEMPERATURE, TOP_P, seed=5)
-            request = runtime.Request(tuple(prompt), max_new_tokens=TOKENS + 2, sampling=sampling, stream=i)
+            request = runtime.Request(tuple(prompt), max_new_tokens=TOKENS + 2, sampling=sampling, draw_stream=i)
             result = engine.result(engine.submit(request))
             tokens[i] = result.token_ids[:TOKENS]
             accepted += sum(result.stats.accepted)

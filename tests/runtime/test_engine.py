@@ -12,8 +12,10 @@ import pytest
 
 import runtime
 from runtime import Engine, Request, RequestError, Result
+from runtime.request import StatsRecorder
 from runtime.sampling import SamplingParams
 from runtime.sessions.base import DraftOut, TargetOut
+from runtime.slots import RingState
 from tests.support import tiny_prompts
 
 PROMPTS = [tuple(p["input_ids"]) for p in tiny_prompts("llama")]
@@ -74,13 +76,7 @@ def test_exactly_as_many_tokens_as_asked(engine: Engine, tokens: int, speculate:
 def test_no_tokens_touch_no_slot(engine: Engine) -> None:
     handle = engine.submit(request(max_new_tokens=0))
     assert engine._scheduler.idle
-    assert engine.result(handle) == Result("", (), "length", engine_stats(engine))
-
-
-def engine_stats(engine: Engine) -> runtime.Stats:
-    from runtime.request import StatsRecorder
-
-    return StatsRecorder().freeze()
+    assert engine.result(handle) == Result("", (), "length", StatsRecorder().freeze())
 
 
 @pytest.mark.parametrize("speculate", [True, False])
@@ -93,7 +89,9 @@ def test_the_longest_prompts(engine: Engine, prompt_length: int, speculate: bool
 
 
 def test_a_prompt_longer_than_the_engine(engine: Engine) -> None:
-    with pytest.raises(RequestError, match="prompt: longer than the engine serves; expected at most 127 tokens; found 128"):
+    with pytest.raises(
+        RequestError, match="prompt: longer than the engine serves; expected at most 127 tokens; found 128"
+    ):
         engine.submit(request((PROMPTS[5] * 6)[:128]))
 
 
@@ -154,9 +152,7 @@ def test_end_of_sequence_and_ignoring_it(engine: Engine) -> None:
     manifest = engine.bundle.manifest
     models = replace(manifest.models, eos_token_ids=(eos,))
     engine.bundle = replace(engine.bundle, manifest=replace(manifest, models=models))
-    stopped, ignored, plain = run(
-        engine, request(1), request(1, ignore_eos=True), request(1, speculate=False)
-    )
+    stopped, ignored, plain = run(engine, request(1), request(1, ignore_eos=True), request(1, speculate=False))
     assert list(stopped.token_ids) == GREEDY[1][: first + 1]
     assert plain.token_ids == stopped.token_ids
     assert stopped.finish_reason == plain.finish_reason == "stop"
@@ -186,7 +182,7 @@ def test_proposal_settings(engine: Engine) -> None:
     assert set(whole.stats.proposed[:-2]) == {5}
     # No sigmoid of a real model is 1, so a threshold of 1 keeps no draft.
     assert set(none.stats.proposed) == set(high.stats.proposed) == {0}
-    assert len(set(low.stats.proposed)) > 2
+    assert low.stats.proposed[0] < 5
     assert max(two.stats.proposed) == 2
     assert whole.stats.rounds < two.stats.rounds < none.stats.rounds == TOKENS - 1
 
@@ -242,7 +238,9 @@ def recorded(engine: Engine, made: Request) -> tuple[Result, list[bytes]]:
 
 
 @pytest.mark.parametrize("sampling", [SamplingParams(), sampled(7)])
-def test_a_reused_slot_shows_nothing_of_the_last_request(bundle: Path, engine: Engine, sampling: SamplingParams) -> None:
+def test_a_reused_slot_shows_nothing_of_the_last_request(
+    bundle: Path, engine: Engine, sampling: SamplingParams
+) -> None:
     """Bit for bit: every logit, confidence and probability is that of a fresh engine."""
     made = request(1, sampling=sampling, max_new_tokens=30)
     with Engine(bundle, check="quick", threads=1) as fresh:
@@ -254,7 +252,10 @@ def test_a_reused_slot_shows_nothing_of_the_last_request(bundle: Path, engine: E
 
 
 def test_nan_in_unused_slots_and_scratch_changes_nothing(bundle: Path, engine: Engine) -> None:
-    made = [request(i, max_new_tokens=20, sampling=s) for i, s in ((1, SamplingParams()), (2, sampled()), (4, SamplingParams()))]
+    made = [
+        request(i, max_new_tokens=20, sampling=s)
+        for i, s in ((1, SamplingParams()), (2, sampled()), (4, SamplingParams()))
+    ]
     expected = [r.token_ids for r in run(engine, *made)]
     with Engine(bundle, check="quick", threads=1) as poisoned:
         for state in poisoned._session._state.values():  # type: ignore[attr-defined]
@@ -279,7 +280,7 @@ def test_two_requests_interleaved_equal_singles(bundle: Path, engine: Engine) ->
 
 
 def test_five_requests_on_four_slots_equal_singles(bundle: Path, engine: Engine) -> None:
-    made = [request(i, max_new_tokens=n) for i, n in enumerate((17, 40, 9, 33, 25))]
+    made = [request(i, max_new_tokens=n) for i, n in enumerate((30, 40, 36, 33, 25))]
     handles = [engine.submit(r) for r in made]
     batches: set[int] = set()
     session = engine._session
@@ -300,7 +301,7 @@ def test_five_requests_on_four_slots_equal_singles(bundle: Path, engine: Engine)
 
 
 def test_seeds_repeat_and_don_t_depend_on_neighbours(bundle: Path, engine: Engine) -> None:
-    made = [request(i % 3, sampling=sampled(seed=9), stream=i, max_new_tokens=24) for i in range(5)]
+    made = [request(i % 3, sampling=sampled(seed=9), draw_stream=i, max_new_tokens=24) for i in range(5)]
     together = [r.token_ids for r in run(engine, *made)]
     assert [r.token_ids for r in run(engine, *made)] == together
     assert [r.token_ids for r in reversed(run(engine, *reversed(made)))] == together
@@ -317,7 +318,9 @@ def test_without_a_seed_runs_differ(engine: Engine) -> None:
 
 
 def test_greedy_rows_beside_rows_that_sample(engine: Engine) -> None:
-    results = run(engine, request(0), request(1, sampling=sampled()), request(2), request(3, sampling=sampled(top_p=0.5)))
+    results = run(
+        engine, request(0), request(1, sampling=sampled()), request(2), request(3, sampling=sampled(top_p=0.5))
+    )
     assert list(results[0].token_ids) == GREEDY[0][:TOKENS]
     assert list(results[2].token_ids) == GREEDY[2][:TOKENS]
 
@@ -346,7 +349,7 @@ def test_cancel_frees_the_slot(engine: Engine) -> None:
     assert cancelled.finish_reason == "cancelled"
     assert 0 < len(cancelled.token_ids) < TOKENS
     assert list(cancelled.token_ids) == GREEDY[1][: len(cancelled.token_ids)]
-    assert engine.result(gone) == Result("", (), "cancelled", engine_stats(engine))
+    assert engine.result(gone) == Result("", (), "cancelled", StatsRecorder().freeze())
     for i in (0, 2, 3):
         assert list(engine.result(handles[i]).token_ids) == GREEDY[i][:TOKENS]
     assert engine._scheduler.idle
@@ -375,7 +378,7 @@ def test_a_window_smaller_than_the_context(tiny_bundle: Callable[..., Path]) -> 
         ({"prompts": "text"}, "prompts: not a list"),
         ({"prompts": 5}, "prompts: not a list"),
         ({"prompts": [[]]}, r"prompts\[0\]: prompt: empty; expected at least one token"),
-        ({"prompts": [[1], [1, 131]]}, r"prompts\[1\]: prompt: an id outside the vocabulary; expected 0 … 130; found 131"),
+        ({"prompts": [[1], [131]]}, r"prompts\[1\]: prompt: an id outside the vocabulary; expected 0 … 130; found 131"),
         ({"prompts": [[1], [-1]]}, r"prompts\[1\]: prompt: an id outside the vocabulary"),
         ({"prompts": [[1.5]]}, r"prompts\[0\]: prompt\[0\]: not an integer"),
         ({"prompts": [[1] * 128]}, r"prompts\[0\]: prompt: longer than the engine serves; expected at most 127"),
@@ -415,12 +418,18 @@ def test_a_draft_without_committed_tokens_is_refused_before_any_write(engine: En
     before = {name: state.copy() for name, state in session._state.items()}
     rows = np.zeros(2, np.int64)
     with pytest.raises(ValueError, match=f"start_pos: .*expected > 0; found {start}"):
-        session.draft(rows, np.array([9, start]), rows, rows + 3, np.array([0, 1]), np.zeros(2, np.float32), np.zeros((2, 5), np.float32))
+        session.draft(
+            rows,
+            np.array([9, start]),
+            rows,
+            rows + 3,
+            np.array([0, 1]),
+            np.zeros(2, np.float32),
+            np.zeros((2, 5), np.float32),
+        )
     for name, state in session._state.items():
         np.testing.assert_array_equal(state, before[name])
     with pytest.raises(RequestError, match="start_pos > 0"):
-        from runtime.slots import RingState
-
         RingState(64).draft_window()
 
 

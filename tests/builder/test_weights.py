@@ -1,0 +1,110 @@
+"""One weights file: every tensor in its place, none twice, the same bytes every time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from builder.checkpoints import load_drafter, load_target
+from builder.checkpoints.deepspec import load_deepspec
+from builder.graphs.layers import rope_tables
+from builder.spec import DrafterCheckpoint, TargetCheckpoint
+from builder.weights import WeightIndex, weight_plan, write_weights
+from runtime.manifest import Limits
+from tests.support import GOLDEN, Tensors, random_target
+
+LIMITS = Limits((1,), 1, 16, 32, 5, 8)
+
+
+def pair(name: str) -> tuple[TargetCheckpoint, DrafterCheckpoint]:
+    target = load_target(GOLDEN / "e2e" / name / "target")
+    return target, load_drafter(GOLDEN / "e2e" / name / "drafter", target)
+
+
+def stored(index: WeightIndex) -> int:
+    """Bytes of distinct stretches."""
+    covered: set[tuple[int, int]] = {(w.offset, w.offset + w.nbytes) for w in index.weights.values()}
+    outer = [a for a in covered if not any(b != a and b[0] <= a[0] and a[1] <= b[1] for b in covered)]
+    return sum(end - begin for begin, end in outer)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_every_weight_is_what_the_checkpoints_hold(name: str, tmp_path: Path) -> None:
+    target, drafter = pair(name)
+    index = write_weights(tmp_path, target, drafter, LIMITS)
+    sources = {"target": target.tensors, "drafter": drafter.tensors}
+    planned = dict(weight_plan(target.spec, drafter.spec))
+    for weight, pieces in planned.items():
+        whole = torch.cat([sources[p.source].read(p.tensor).float() for p in pieces])
+        assert torch.equal(index.tensor(weight), whole), weight
+    cos, sin = rope_tables(drafter.spec.rope, drafter.spec.head_dim, LIMITS.max_seq_len + LIMITS.block_size)
+    assert torch.equal(index.tensor("drafter.cos"), cos)
+    assert torch.equal(index.tensor("drafter.sin"), sin)
+    assert index.bytes == (tmp_path / "weights.bin").stat().st_size
+    # Every checkpoint tensor is in, once.
+    used = {(p.source, p.tensor) for pieces in planned.values() for p in pieces}
+    assert used == {(source, tensor) for source, tensors in sources.items() for tensor in tensors.names()}
+
+
+def test_context_k_and_v_lie_inside_qkv(tmp_path: Path) -> None:
+    """With biases too: `attention_bias_true`."""
+    drafter = load_deepspec(GOLDEN / "drafter" / "attention_bias_true")
+    index = write_weights(tmp_path, random_target(drafter.spec), drafter, LIMITS)
+    q_rows = drafter.spec.num_heads * drafter.spec.head_dim
+    for part, row in (("weight", 4 * drafter.spec.hidden_size), ("bias", 4)):
+        for layer in range(drafter.spec.num_layers):
+            whole = index.weights[f"drafter.layers.{layer}.qkv.{part}"]
+            kv = index.weights[f"drafter.context.layers.{layer}.kv.{part}"]
+            assert kv.offset == whole.offset + q_rows * row
+            assert kv.offset + kv.nbytes == whole.offset + whole.nbytes
+
+
+def test_tied_embeddings_are_stored_once(tmp_path: Path) -> None:
+    target, drafter = pair("qwen3")
+    assert target.spec.tied
+    weights = write_weights(tmp_path, target, drafter, LIMITS).weights
+    assert weights["target.embed"] == weights["target.lm_head.weight"]
+
+
+def test_copied_embeddings_are_stored_once(tmp_path: Path) -> None:
+    """A drafter that brings copies of the target's matrices costs no more than one that shares them."""
+    target, drafter = pair("llama")
+    assert drafter.spec.own_embeddings
+    assert drafter.spec.own_lm_head
+    names = {"embed_tokens.weight": "model.embed_tokens.weight", "lm_head.weight": "lm_head.weight"}
+    data = {name: drafter.tensors.read(name) for name in drafter.tensors.names()}
+    copies = data | {ours: target.tensors.read(theirs).clone() for ours, theirs in names.items()}
+    without = {name: value for name, value in data.items() if name not in names}
+    spec = replace(drafter.spec, own_embeddings=False, own_lm_head=False)
+    folders = [tmp_path / "copied", tmp_path / "shared", tmp_path / "own"]
+    for folder in folders:
+        folder.mkdir()
+    copied = write_weights(folders[0], target, replace(drafter, tensors=Tensors(copies)), LIMITS)
+    shared = write_weights(folders[1], target, replace(drafter, spec=spec, tensors=Tensors(without)), LIMITS)
+    others = copies | {name: copies[name] + 1 for name in names}
+    own = write_weights(folders[2], target, replace(drafter, tensors=Tensors(others)), LIMITS)
+    assert copied.weights == shared.weights
+    assert copied.weights["drafter.embed"] == copied.weights["target.embed"]
+    assert copied.weights["drafter.lm_head.weight"] == copied.weights["target.lm_head.weight"]
+    vocab, hidden = target.spec.vocab_size, target.spec.hidden_size
+    assert own.bytes - copied.bytes >= 2 * 4 * vocab * hidden - 2 * 4096
+
+
+def test_nothing_is_stored_twice_and_bytes_repeat(tmp_path: Path) -> None:
+    target, drafter = pair("llama")
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    one, two = (write_weights(folder, target, drafter, LIMITS) for folder in folders)
+    assert one.weights == two.weights
+    data = (folders[0] / "weights.bin").read_bytes()
+    assert data == (folders[1] / "weights.bin").read_bytes()
+    stretches = {(w.offset, w.shape) for w in one.weights.values() if w.offset % 4096 == 0 and w.nbytes > 256}
+    contents = [data[offset : offset + 4 * int(np.prod(shape))] for offset, shape in stretches]
+    assert len(set(contents)) == len(contents)
+    # Between the stretches lies padding to the next page alone.
+    assert one.bytes - stored(one) < 4096 * len({w.offset for w in one.weights.values()})
