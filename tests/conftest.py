@@ -41,23 +41,23 @@ def make_bundle(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def tiny_bundle(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Builds a golden tiny pair (``llama`` or ``qwen3``), each once a run; keywords replace fields of
+    """Builds a tiny pair (``llama``, ``qwen3`` or a directory of another), each once a run; keywords replace fields of
     `tests.support.TINY`.
 
     Bundles are shared by all tests: whoever wants to change one copies it.
     """
     from builder.build import BuildOptions, build
-    from tests.support import GOLDEN, TINY, SilentProgress
+    from tests.support import TINY, TINY_PAIRS, SilentProgress
 
-    built: dict[tuple[str, Profile], Path] = {}
+    built: dict[tuple[Path, Profile], Path] = {}
 
-    def bundle(pair: str = "llama", **changes: object) -> Path:
-        profile = replace(TINY, **changes)  # type: ignore[arg-type]
-        if (pair, profile) not in built:
-            directory, out = GOLDEN / "e2e" / pair, tmp_path_factory.mktemp(pair) / "bundle"
+    def bundle(pair: str | Path = "llama", **changes: object) -> Path:
+        directory, profile = TINY_PAIRS / pair, replace(TINY, **changes)  # type: ignore[arg-type]
+        if (directory, profile) not in built:
+            out = tmp_path_factory.mktemp(directory.name) / "bundle"
             build(BuildOptions(directory / "target", directory / "drafter", out, profile), SilentProgress())
-            built[pair, profile] = out
-        return built[pair, profile]
+            built[directory, profile] = out
+        return built[directory, profile]
 
     return bundle
 

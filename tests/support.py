@@ -26,6 +26,9 @@ from runtime.manifest import Limits, Manifest, Memory, Models, Serving, Source
 GOLDEN = Path(os.environ.get("DSPARK_GOLDEN", Path(__file__).parent / "golden"))
 """The golden vectors in use."""
 
+TINY_PAIRS = Path(__file__).parent / "golden" / "e2e"
+"""The tiny trained pairs of this repository, whose numbers tests outside of tests/golden may rely on."""
+
 
 @dataclass(frozen=True)
 class Tensors:
@@ -122,8 +125,8 @@ TINY = Profile(batches=(1, 2, 4), window=64, max_seq_len=128, prefill_chunk=4, m
 
 
 def tiny_prompts(pair: str) -> list[dict[str, Any]]:
-    """The golden prompts of a tiny pair (``input_ids``, ``greedy_new_tokens`` …)."""
-    prompts: list[dict[str, Any]] = json.loads((GOLDEN / "e2e" / pair / "prompts.json").read_text())["prompts"]
+    """The prompts of a tiny pair (``input_ids``, ``greedy_new_tokens`` …)."""
+    prompts: list[dict[str, Any]] = json.loads((TINY_PAIRS / pair / "prompts.json").read_text())["prompts"]
     return prompts
 
 

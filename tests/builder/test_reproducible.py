@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from runtime.manifest import OUTSIDE_IDENTITY
-from tests.support import GOLDEN, TINY
+from tests.support import TINY, TINY_PAIRS
 
 
 def test_second_build(tiny_bundle: Callable[..., Path], tmp_path: Path) -> None:
@@ -22,7 +22,7 @@ def test_second_build(tiny_bundle: Callable[..., Path], tmp_path: Path) -> None:
             for value in [getattr(TINY, name)]
         )
     )
-    pair = GOLDEN / "e2e" / "llama"
+    pair = TINY_PAIRS / "llama"
     paths = {"--target": pair / "target", "--drafter": pair / "drafter", "--out": second, "--profile": profile}
     options = [str(part) for item in paths.items() for part in item]
     subprocess.run(

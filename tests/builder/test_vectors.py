@@ -15,14 +15,14 @@ from builder.vectors import record, reference_modules
 from builder.weights import write_weights
 from runtime.manifest import Limits
 from runtime.validate import VECTORS_NAME
-from tests.support import GOLDEN
+from tests.support import TINY_PAIRS
 
 Arrays = dict[str, np.ndarray]
 
 
 def vectors(dest: Path, limits: Limits, pair: str = "llama") -> tuple[Arrays, bytes, torch.nn.Module]:
-    target = load_target(GOLDEN / "e2e" / pair / "target")
-    drafter = load_drafter(GOLDEN / "e2e" / pair / "drafter", target)
+    target = load_target(TINY_PAIRS / pair / "target")
+    drafter = load_drafter(TINY_PAIRS / pair / "drafter", target)
     dest.mkdir()
     index = write_weights(dest, target, drafter, limits)
     record(dest, target.spec, drafter.spec, index, limits)

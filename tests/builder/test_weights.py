@@ -15,14 +15,14 @@ from builder.graphs.layers import rope_tables
 from builder.spec import DrafterCheckpoint, TargetCheckpoint
 from builder.weights import WeightIndex, weight_plan, write_weights
 from runtime.manifest import Limits
-from tests.support import GOLDEN, Tensors, random_target
+from tests.support import GOLDEN, TINY_PAIRS, Tensors, random_target
 
 LIMITS = Limits((1,), 1, 16, 32, 5, 8)
 
 
 def pair(name: str) -> tuple[TargetCheckpoint, DrafterCheckpoint]:
-    target = load_target(GOLDEN / "e2e" / name / "target")
-    return target, load_drafter(GOLDEN / "e2e" / name / "drafter", target)
+    target = load_target(TINY_PAIRS / name / "target")
+    return target, load_drafter(TINY_PAIRS / name / "drafter", target)
 
 
 def stored(index: WeightIndex) -> int:

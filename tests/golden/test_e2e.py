@@ -1,29 +1,26 @@
-"""The tiny trained pairs from checkpoint to tokens, through `Engine`: plain and speculative, thresholds, stop tokens."""
+"""The tiny trained pairs from checkpoint to tokens, through `Engine`: plain, speculative, thresholds, stop tokens."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
 import runtime
-from builder.build import BuildOptions, build
-from builder.profile import Profile
-from tests.support import GOLDEN, SilentProgress
+from tests.support import GOLDEN
 
 PAIRS = sorted(p.name for p in (GOLDEN / "e2e").iterdir())
 
 
 @pytest.fixture(scope="module", params=PAIRS)
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
+def pair(request: pytest.FixtureRequest, tiny_bundle: Callable[..., Path]) -> Iterator[tuple[Path, runtime.Engine]]:
     """(golden directory of the pair, an engine that serves it); prompts are prefilled in chunks of 4."""
     directory = GOLDEN / "e2e" / request.param
-    out = tmp_path_factory.mktemp(request.param) / "bundle"
-    profile = Profile(batches=(1,), window=64, max_seq_len=128, prefill_chunk=4, max_draft=5, confidence_threshold=0.0)
-    build(BuildOptions(directory / "target", directory / "drafter", out, profile), SilentProgress())
-    with runtime.Engine(out) as engine:
+    with runtime.Engine(tiny_bundle(directory)) as engine:
         yield directory, engine
 
 
@@ -65,8 +62,8 @@ def test_greedy_runs(pair) -> None:
 
 
 def check_rounds(stats: runtime.Stats, run: dict, limit: int) -> None:
-    """Round by round as the reference, but for what the reference counts differently: it proposes past the limit, which the
-    runtime never does, and of a round that an accepted stop token ended it reports as proposed what was accepted."""
+    """Round by round as the reference, but for what the reference counts differently: it proposes past the limit, which
+    the runtime never does, and of a round that an accepted stop token ended it reports as proposed what was accepted."""
     left = limit - 1
     for r in range(stats.rounds):
         proposed, accepted = run["proposal_lengths"][r], run["accepted_draft_lengths"][r]

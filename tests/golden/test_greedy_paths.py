@@ -68,7 +68,7 @@ def test_greedy_rows_of_a_mixed_batch(tiny_bundle: Callable[..., Path], pair: st
 
 
 def test_real_pair(real_engine: runtime.Engine) -> None:
-    """Both branches of the draft engine, with a vocabulary four hundred times as large, over the rounds of an answer."""
+    """Both branches of the draft engine, with a vocabulary four hundred times as large, over several rounds."""
     session: Any = real_engine._session
     assert real_engine.tokenizer is not None
     ids = real_engine.tokenizer.encode_chat([{"role": "user", "content": "What is 12 times 12? Explain."}])

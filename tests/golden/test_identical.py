@@ -76,8 +76,8 @@ def compare(
 
 
 def margin(engine: runtime.Engine, ids: list[int], *chosen: int) -> float:
-    """How far the lesser of the `chosen` tokens lies below the best logit after `ids`, by a plain prefill in a slot that
-    nobody uses now."""
+    """How far the lesser of the `chosen` tokens lies below the best logit after `ids`, by a plain prefill in a slot
+    that nobody uses now."""
     chunk = engine.bundle.manifest.limits.prefill_chunk
     for at in range(0, len(ids), chunk):
         out = engine._session.prefill(np.array([ids[at : at + chunk]]), np.array([at]), np.array([0]))

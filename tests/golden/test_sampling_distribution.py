@@ -27,7 +27,7 @@ from runtime.manifest import Limits, Manifest
 from runtime.sampling import SamplingParams, probabilities
 from runtime.sessions.ort import OrtSession
 from runtime.verify import accept_sampled
-from tests.support import GOLDEN, pair_engines, tiny_prompts
+from tests.support import TINY_PAIRS, pair_engines, tiny_prompts
 
 PAIR = "llama"
 RUNS, FEWER, SERVED = 100_000, 10_000, 3_000
@@ -58,7 +58,7 @@ class Pair:
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    directory, dest = GOLDEN / "e2e" / PAIR, tmp_path_factory.mktemp("sampling")
+    directory, dest = TINY_PAIRS / PAIR, tmp_path_factory.mktemp("sampling")
     target = load_target(directory / "target")
     drafter = load_drafter(directory / "drafter", target)
     prompt = tiny_prompts(PAIR)[2]
@@ -188,8 +188,8 @@ def _sample(pair: Pair, runs: int, accept: Accept, seed: int) -> Sampled:
 
 
 def p_value(joint: Array, tokens: Array, cells: int = 100) -> float:
-    """χ² of the outcomes against the joint distribution, neighbours merged until each cell is expected `LEAST` times; at
-    least `cells` are left."""
+    """χ² of the outcomes against the joint distribution, neighbours merged until each cell is expected `LEAST` times;
+    at least `cells` are left."""
     vocab = joint.shape[0]
     expected = joint.reshape(-1) * len(tokens)
     cell = np.empty(expected.size, np.int64)
@@ -256,7 +256,7 @@ def test_mutants_are_found(pair: Pair, mutant: Accept) -> None:
 
 def test_served_with_top_p(tiny_bundle: Callable[..., Path], tmp_path: Path) -> None:
     """The engine itself, one request at a time: the prefill's token, then those of whole rounds, all cut by top_p."""
-    directory = GOLDEN / "e2e" / PAIR
+    directory = TINY_PAIRS / PAIR
     target = load_target(directory / "target")
     prompt = tiny_prompts(PAIR)[2]["input_ids"]
     joint = exact(

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 from runtime import validate
 from runtime.errors import BundleError
-from tests.support import GOLDEN, copy_bundle
+from tests.support import TINY_PAIRS, copy_bundle
 
 
 @pytest.mark.parametrize("pair", ["llama", "qwen3"])
@@ -29,7 +29,7 @@ def test_a_whole_bundle_passes(tiny_bundle: Callable[..., Path], pair: str) -> N
 
 def altered(bundle: Path, to: Path, model: str, tensor: str) -> Path:
     """A copy with one checkpoint tensor changed where it lies in ``weights.bin``, hashes made good."""
-    values = load_file(GOLDEN / "e2e" / "llama" / model / "model.safetensors")[tensor]
+    values = load_file(TINY_PAIRS / "llama" / model / "model.safetensors")[tensor]
     data = (bundle / "weights.bin").read_bytes()
     at = data.index(values.tobytes())
     # Not scaled: a norm behind it would take that out again.

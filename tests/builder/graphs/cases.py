@@ -136,6 +136,18 @@ def ring_attention(seed: int) -> Case:
     )
 
 
+def unseen_nan(case: Case) -> Case:
+    """The RingAttention case with NaN in every ring row that no block may see, other slots included."""
+    x = case.inputs
+    rings = {name: np.full_like(x[name], np.nan) for name in ("ring_k", "ring_v")}
+    window = x["ring_k"].shape[2]
+    for b in range(case.real):
+        for p in range(x["start"][b] - x["valid_len"][b], x["start"][b]):
+            for name, ring in rings.items():
+                ring[x["slot"][b], :, p % window] = x[name][x["slot"][b], :, p % window]
+    return Case(case.op_type, x | rings, case.real)
+
+
 def chain(op_type: str, seed: int, temperatures: str = "mixed") -> Case:
     """`temperatures`: ``greedy``, ``sampled`` or ``mixed`` (one greedy row, one at least that samples)."""
     rng = np.random.default_rng(seed)
@@ -153,7 +165,8 @@ def chain(op_type: str, seed: int, temperatures: str = "mixed") -> Case:
         "temperature": temperature,
         "uniforms": (rng.integers(0, 2**23, (b, s)) / 2**23).astype(np.float32),
     }
-    inputs["uniforms"][-1, 0] = 0
+    # The smallest uniform, where the first token has no probability at all, and the largest.
+    inputs["uniforms"][-1, 0], inputs["base"][-1, 0, 0] = 0, -1e9
     inputs["uniforms"][-1, -1] = 1 - 2.0**-23
     if op_type != "PlainChain":
         inputs |= {"w1": _normal(rng, vocab, rank), "w2": _normal(rng, vocab, rank)}

@@ -46,6 +46,13 @@ def test_ring_attention(seed: int) -> None:
     compare(cases.ring_attention(seed))
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+def test_nan_in_ring_rows_that_no_block_may_see(seed: int) -> None:
+    case = cases.ring_attention(seed)
+    clean, dirty = (run(function(c.op_type), c.inputs)["out"][: case.real] for c in (case, cases.unseen_nan(case)))
+    np.testing.assert_array_equal(dirty, clean)
+
+
 @pytest.mark.parametrize("temperatures", ["greedy", "sampled", "mixed"])
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("op_type", CHAINS)

@@ -187,6 +187,13 @@ def test_a_poisoned_scratch_slot_and_neighbour_change_nothing() -> None:
             np.testing.assert_array_equal(dirty, clean)
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+def test_nan_in_ring_rows_that_no_block_may_see(seed: int) -> None:
+    case = cases.ring_attention(seed)
+    clean, dirty = (run_in_place(lowered(c), c)["out"][: case.real] for c in (case, cases.unseen_nan(case)))
+    np.testing.assert_array_equal(dirty, clean)
+
+
 def test_no_cache_row_past_the_last_is_read() -> None:
     """A slot handed on holds the last request's rows behind this one's: NaN there tells whether anything reads them."""
     for seed in SEEDS:
