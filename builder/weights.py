@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from builder.errors import CheckpointError
 from builder.graphs.layers import rope_tables
 from builder.spec import DrafterCheckpoint, DrafterSpec, TargetCheckpoint, TargetSpec, TensorSource
 from runtime.manifest import Limits
@@ -91,6 +92,15 @@ class _Writer:
         if stretch is not None:
             return stretch
         arrays = [read().to(torch.float32).contiguous().numpy() for _, read in pieces]
+        for (piece, _), array in zip(pieces, arrays, strict=True):
+            if not np.isfinite(array).all():
+                raise CheckpointError(
+                    f"{piece.source} tensor {piece.tensor}",
+                    "holds values that are not numbers",
+                    expected="finite values",
+                    found=f"{int((~np.isfinite(array)).sum())} of {array.size} NaN or infinite",
+                    remedy="Get the checkpoint again",
+                )
         digest = hashlib.sha256(repr([a.shape for a in arrays]).encode())
         for array in arrays:
             digest.update(array.data)

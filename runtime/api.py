@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from typing import cast
 
 from runtime.engine import Engine, Handle
 from runtime.errors import RequestError
-from runtime.request import Request, Result, stop_strings, token_ids
+from runtime.request import Request, Result, is_id_sequence, stop_strings, token_ids
 from runtime.sampling import SamplingParams
 from runtime.text import Message, Tokenizer
 
@@ -93,7 +93,7 @@ def prompt_ids(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[int, ...]:
     Raises:
         RequestError: text or messages for a bundle without a tokenizer or template, or a prompt of no known kind.
     """
-    if not isinstance(prompt, Iterable) or isinstance(prompt, Mapping | bytes):
+    if not isinstance(prompt, str) and not is_id_sequence(prompt):
         kinds = "text, a list of messages, or a list of token ids"
         raise RequestError("prompt", "of no known kind", expected=kinds, found=type(prompt).__name__)
     items = tuple(prompt)

@@ -7,6 +7,7 @@ only carries values between them and the session.
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -54,6 +55,7 @@ class Engine:
         check: Literal["full", "quick"] = "full",
         threads: int | None = None,
     ) -> None:
+        _check_threads(threads)
         opened = open_bundle(bundle, check=check)
         check_machine(opened)
         self.bundle: Bundle = opened
@@ -73,6 +75,8 @@ class Engine:
             RequestError: a request that this engine can't serve.
         """
         self._require_open()
+        if not isinstance(request, Request):
+            raise RequestError("request", "wrong type", expected="a Request", found=type(request).__name__)
         manifest = self.bundle.manifest
         request.check(manifest.limits, manifest.models.vocab_size)
         if request.stop and self.tokenizer is None:
@@ -131,7 +135,7 @@ class Engine:
 
     def forget(self, handle: Handle) -> None:
         """Cancel a request if it still runs, and drop what it produced. Does nothing for one already forgotten."""
-        if handle.id in self._sequences:
+        if isinstance(handle, Handle) and handle.id in self._sequences:
             self.cancel(handle)
             del self._sequences[handle.id]
 
@@ -152,10 +156,16 @@ class Engine:
             raise RequestError("engine", "is closed", expected="an open engine", remedy="Open a new one")
 
     def _sequence(self, handle: Handle) -> Sequence:
-        try:
-            return self._sequences[handle.id]
-        except KeyError:
-            raise RequestError("handle", "no such request, or its result was taken", found=handle.id) from None
+        self._require_open()
+        if not isinstance(handle, Handle) or handle.id not in self._sequences:
+            raise RequestError(
+                "handle",
+                "no such request, or its result was taken",
+                expected="what submit returned",
+                found=handle,
+                remedy="Submit the request again",
+            )
+        return self._sequences[handle.id]
 
     def _prefill(self, work: PrefillWork) -> None:
         began = perf_counter()
@@ -247,3 +257,16 @@ class Engine:
     def _finish(self, request_id: int, sequence: Sequence, reason: Literal["stop", "length", "cancelled"]) -> None:
         sequence.finish(reason)
         self._scheduler.finish(request_id)
+
+
+def _check_threads(threads: object) -> None:
+    """Refuse what would hang or crash the library: it starts as many threads as it is told, and each of them spins."""
+    cores = os.cpu_count() or 1
+    if threads is not None and (type(threads) is not int or not 1 <= threads <= cores):
+        raise RequestError(
+            "threads",
+            "not a number of threads for this machine",
+            expected=f"1 … {cores}, or None for one per physical core",
+            found=repr(threads),
+            remedy="Leave it out",
+        )

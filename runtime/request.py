@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeGuard, cast
 
 from runtime.errors import RequestError
 from runtime.manifest import REBUILD, Limits
-from runtime.sampling import SamplingParams
+from runtime.sampling import SamplingParams, number
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
@@ -80,8 +80,8 @@ class Request:
         if self.max_draft is not None:
             put("max_draft", _integer("max_draft", self.max_draft, _DEFAULT))
         if self.confidence_threshold is not None:
-            threshold = self.confidence_threshold
-            if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not 0 <= threshold <= 1:
+            threshold = number("confidence_threshold", self.confidence_threshold, _DEFAULT)
+            if not 0 <= threshold <= 1:
                 raise RequestError(
                     "confidence_threshold",
                     "not a probability",
@@ -238,6 +238,17 @@ def stop_strings(value: str | Sequence[str] | None) -> tuple[str, ...]:
     return tuple(value)
 
 
+def is_id_sequence(value: object) -> TypeGuard[Iterable[object]]:
+    """Whether `value` can be token ids: an ordered collection, or an array of one axis."""
+    if isinstance(value, str | bytes | bytearray | memoryview | Set | Mapping):
+        return False
+    return isinstance(value, Iterable) and getattr(value, "ndim", 1) == 1
+
+
+def _shown(value: object) -> str:
+    return " ".join(repr(value).split())[:80]
+
+
 def token_ids(name: str, value: object) -> tuple[int, ...]:
     """Return token ids as a tuple of plain ints; numpy integers are converted, None gives none. `name` is the argument
     that errors name.
@@ -249,20 +260,24 @@ def token_ids(name: str, value: object) -> tuple[int, ...]:
     if value is None:
         return ()
     remedy = "Pass ids as the tokenizer gives them, a list of integers"
-    if isinstance(value, str | bytes) or not isinstance(value, Iterable):
+    if not is_id_sequence(value):
         raise RequestError(
             name, "not token ids", expected="a sequence of integers", found=type(value).__name__, remedy=remedy
         )
     ids = tuple(value)
     if set(map(type, ids)) <= {int}:  # the common case, without a Python loop over a long prompt
-        return ids
+        return cast("tuple[int, ...]", ids)
     return tuple(_integer(f"{name}[{i}]", token, remedy) for i, token in enumerate(ids))
 
 
 def _integer(name: str, value: object, remedy: str) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise RequestError(name, "not an integer", expected="an integer ≥ 0", found=repr(value), remedy=remedy)
-    number = operator.index(value)
+    try:
+        # An array has __index__ too, and refuses it where it isn't a single integer.
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool):
+        raise RequestError(name, "not an integer", expected="an integer ≥ 0", found=_shown(value), remedy=remedy)
     if number < 0:
         raise RequestError(name, "out of range", expected="≥ 0", found=number, remedy=remedy)
     return number

@@ -49,7 +49,7 @@ class SamplingParams:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        temperature = _number("temperature", self.temperature, _GREEDY)
+        temperature = number("temperature", self.temperature, _GREEDY)
         if temperature != 0 and not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
             raise RequestError(
                 "temperature",
@@ -58,7 +58,7 @@ class SamplingParams:
                 found=temperature,
                 remedy=_GREEDY,
             )
-        top_p = _number("top_p", self.top_p, _NO_CUT)
+        top_p = number("top_p", self.top_p, _NO_CUT)
         if not 0 < top_p <= 1:
             raise RequestError("top_p", "out of range", expected="above 0, at most 1", found=top_p, remedy=_NO_CUT)
         if self.seed is not None:
@@ -253,7 +253,7 @@ def uniforms32(seed: int, request: int, position: int, purpose: Purpose, n: int 
     return words.astype(np.float32) * np.float32(2.0**-23)
 
 
-def _number(name: str, value: object, remedy: str) -> float:
+def number(name: str, value: object, remedy: str) -> float:
     if isinstance(value, bool | np.bool_) or not isinstance(value, int | float | np.integer | np.floating):
         raise RequestError(name, "not a number", expected="a finite number", found=repr(value), remedy=remedy)
     try:

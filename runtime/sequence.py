@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from runtime.errors import RequestError
 from runtime.manifest import Manifest
 from runtime.request import FinishReason, Request, Result, StatsRecorder
 from runtime.sampling import Purpose, probabilities, uniforms, uniforms32
@@ -92,7 +94,17 @@ class Sequence:
         """
         n = len(proposal.ids)
         if self.sampling.greedy:
-            return accept_greedy(proposal.ids, argmax[: n + 1])
+            accepted, token = accept_greedy(proposal.ids, argmax[: n + 1])
+            # The best of NaN is no token. (Sampling looks at the whole row, and refuses it likewise.)
+            if not math.isfinite(logits[accepted, token]):
+                raise RequestError(
+                    "logits",
+                    "the largest one is not a number",
+                    expected="a finite value",
+                    found=logits[accepted, token],
+                    remedy="Validate the bundle",
+                )
+            return accepted, token
         q = np.empty((0, 0), np.float32) if proposal.q is None else proposal.q
         seed, stream = self._seed, self.request.draw_stream
         return accept_sampled(

@@ -53,7 +53,7 @@ class Tokenizer:
 
     def encode_text(self, text: str) -> list[int]:
         """Return the ids of raw text, with the special tokens that the tokenizer itself puts around it."""
-        return self._tokenizer.encode(text).ids
+        return self._encode(text, add_special_tokens=True)
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """Return the ids of a conversation, up to where the assistant's answer begins. The template writes all special
@@ -62,7 +62,20 @@ class Tokenizer:
         Raises:
             RequestError: messages of another shape, no chat template, or a template that refuses them.
         """
-        return self._tokenizer.encode(self.render_chat(messages), add_special_tokens=False).ids
+        return self._encode(self.render_chat(messages), add_special_tokens=False)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                "prompt",
+                "not text: a lone surrogate can't be encoded",
+                expected="Unicode text",
+                found=f"U+{ord(text[error.start]):04X} at character {error.start}",
+                remedy='Decode it with errors="replace"',
+            ) from None
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of `ids` without special tokens."""

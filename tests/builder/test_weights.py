@@ -11,6 +11,7 @@ import torch
 
 from builder.checkpoints import load_drafter, load_target
 from builder.checkpoints.deepspec import load_deepspec
+from builder.errors import CheckpointError
 from builder.graphs.layers import rope_tables
 from builder.spec import DrafterCheckpoint, TargetCheckpoint
 from builder.weights import WeightIndex, weight_plan, write_weights
@@ -108,3 +109,14 @@ def test_nothing_is_stored_twice_and_bytes_repeat(tmp_path: Path) -> None:
     assert len(set(contents)) == len(contents)
     # Between the stretches lies padding to the next page alone.
     assert one.bytes - stored(one) < 4096 * len({w.offset for w in one.weights.values()})
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_values_that_are_no_numbers_are_refused(value: float, tmp_path: Path) -> None:
+    target, drafter = pair("llama")
+    data = {name: target.tensors.read(name).clone() for name in target.tensors.names()}
+    data["model.layers.1.self_attn.k_proj.weight"][0, 3] = value
+    with pytest.raises(CheckpointError) as caught:
+        write_weights(tmp_path, replace(target, tensors=Tensors(data)), drafter, LIMITS)
+    assert "target tensor model.layers.1.self_attn.k_proj.weight" in str(caught.value)
+    assert "found 1 of " in str(caught.value)

