@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from builder import bundle
-from builder.profile import Profile, Resolution, check_memory, resolve
+from builder.profile import Profile, Resolution, check_memory, check_profile, resolve
 from runtime.errors import BundleError
 from runtime.libraries import BUILD_PACKAGES, RUN_PACKAGES, installed
 from runtime.machine import available_memory, human_bytes
@@ -144,8 +144,9 @@ def build(options: BuildOptions, progress: Progress) -> BuildReport:
     """
     from builder import backends
 
-    bundle.check_output(options.out, overwrite=options.overwrite)
     profile = options.profile
+    check_profile(profile)
+    bundle.check_output(options.out, overwrite=options.overwrite)
     backends.check(profile.backend)
     clock = _Clock(progress)
     with clock.stage("read checkpoints"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import re
@@ -22,26 +23,29 @@ from typing import Self
 
 from runtime.bundle import hash_file
 from runtime.errors import BundleError
-from runtime.manifest import MANIFEST_NAME, OUTSIDE_IDENTITY, FileEntry, Manifest, dumps, identity_of
-from runtime.version import DISTRIBUTION
+from runtime.manifest import MANIFEST_NAME, OUTSIDE_IDENTITY, FileEntry, Manifest, dumps, identity_of, recognised
 
 _OWNER = ".owner"
 _NO_BUNDLE = "the output exists and is not a bundle"
 _YOUNG_SECONDS = 60.0
+_NAME_MAX = 200
+"""Bytes of a name from which its hidden siblings' are shortened; most file systems take 255."""
 _AT_FDCWD = -100
 _RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
 
 
 def check_output(out: Path, *, overwrite: bool) -> None:
-    """Raise BundleError unless a bundle may be written to `out`: absent, or a bundle and `overwrite` is set.
+    """Raise BundleError unless a bundle can and may be written to `out`: absent, or a bundle and `overwrite` is set.
 
     A directory counts as a bundle when its manifest says so (of whatever version) and it holds nothing else.
     """
     if not os.path.lexists(out):
+        _check_place(out)
         return
     if not out.is_dir():
+        found = "a file" if os.path.exists(out) else "a symbolic link that leads nowhere"
         remedy = "Choose another --out"
-        raise BundleError(out, _NO_BUNDLE, expected="nothing, or a bundle", found="a file", remedy=remedy)
+        raise BundleError(out, _NO_BUNDLE, expected="nothing, or a bundle", found=found, remedy=remedy)
     listed = _listed_files(out)
     if listed is None:
         remedy = "It is never replaced: choose another --out, or remove it yourself"
@@ -56,6 +60,7 @@ def check_output(out: Path, *, overwrite: bool) -> None:
         if name not in known and not (path.is_dir() and not path.is_symlink()):
             problem, remedy = "holds more than its bundle", "Move it away, or choose another --out"
             raise BundleError(out, problem, expected="the bundle's files alone", found=repr(name), remedy=remedy)
+    _check_place(out)
 
 
 def _listed_files(directory: Path) -> set[str] | None:
@@ -64,12 +69,40 @@ def _listed_files(directory: Path) -> set[str] | None:
         data = json.loads((directory / MANIFEST_NAME).read_bytes())
     except (OSError, ValueError, RecursionError):
         return None
-    if not isinstance(data, dict) or not isinstance(data.get("format"), int):
-        return None
-    files, producer = data.get("files"), data.get("producer")
-    if not isinstance(producer, str) or not producer.startswith(DISTRIBUTION) or not isinstance(files, dict):
-        return None
-    return set(files)
+    return set(data["files"]) if recognised(data) else None
+
+
+def _check_place(out: Path) -> None:
+    """Raise BundleError unless a directory of that name can be made: a parent to write to, and no name too long."""
+    out = Path(os.path.realpath(out))
+    parent = out.parent
+    while not os.path.lexists(parent):
+        parent = parent.parent
+    problem, remedy = "can't be written", "Choose another --out"
+    if not parent.is_dir():
+        found = f"{parent}, which is none"
+        raise BundleError(out, problem, expected="a directory to write into", found=found, remedy=remedy)
+    longest = os.pathconf(parent, "PC_NAME_MAX")
+    size = max(len(os.fsencode(part)) for part in (*out.relative_to(parent).parts, ""))
+    if size > longest:
+        raise BundleError(
+            out,
+            "the name is too long",
+            expected=f"at most {longest} bytes",
+            found=size,
+            remedy="Choose a shorter --out",
+        )
+    if not os.access(parent, os.W_OK | os.X_OK):
+        found, remedy = f"no right to write to {parent}", "Change its rights, or choose another --out"
+        raise BundleError(out, problem, expected="a directory to write into", found=found, remedy=remedy)
+
+
+def _hidden(out: Path, kind: str) -> str:
+    """What the names of the hidden siblings of `out` begin with; a long name is shortened, so that theirs fit too."""
+    name, encoded = out.name, os.fsencode(out.name)
+    if len(encoded) > _NAME_MAX:
+        name = f"{name[:40]}~{hashlib.sha256(encoded).hexdigest()[:16]}"
+    return f".{name}.{kind}-"
 
 
 class Staging:
@@ -83,7 +116,7 @@ class Staging:
         self._out = Path(os.path.realpath(out))
         self._overwrite = overwrite
         self._owner = -1
-        self.directory = self._out.with_name(f".{self._out.name}.partial-{secrets.token_hex(6)}")
+        self.directory = self._out.with_name(_hidden(self._out, "partial") + secrets.token_hex(6))
 
     def __enter__(self) -> Self:
         self._out.parent.mkdir(parents=True, exist_ok=True)
@@ -134,15 +167,16 @@ def clean_stale(out: Path) -> None:
     out = Path(os.path.realpath(out))
     if not out.parent.is_dir():
         return
-    left = re.compile(re.escape(f".{out.name}.") + r"(partial|old)-[0-9a-f]{12}")
+    prefixes = "|".join(f"(?P<{kind}>{re.escape(_hidden(out, kind))})" for kind in ("partial", "old"))
+    left = re.compile(f"(?:{prefixes})[0-9a-f]{{12}}")
     for name in sorted(os.listdir(out.parent)):
         match = left.fullmatch(name)
         if match is None:
             continue
         path = out.with_name(name)
-        if match.group(1) == "old" and not os.path.lexists(out):
+        if match["old"] and not os.path.lexists(out):
             os.rename(path, out)
-        elif match.group(1) == "old" or not _is_living(path):
+        elif match["old"] or not _is_living(path):
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -202,7 +236,7 @@ def _swap(directory: Path, out: Path) -> None:
         return
     if _renameat2(directory, out, _RENAME_EXCHANGE):
         return
-    aside = out.with_name(f".{out.name}.old-{secrets.token_hex(6)}")
+    aside = out.with_name(_hidden(out, "old") + secrets.token_hex(6))
     os.rename(out, aside)
     try:
         os.rename(directory, out)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from pathlib import Path
 
 import click
@@ -10,7 +12,9 @@ from builder.build import BuildOptions, BuildReport, build
 from builder.profile import DEFAULT_PROFILE, load_profile, override, parse_batches
 from builder.progress import reporter
 from runtime.__main__ import doctor_command, inspect_command, validate_command
+from runtime.console import terminable
 from runtime.machine import human_bytes
+from runtime.manifest import TOKENIZER_FILE
 from runtime.version import DISTRIBUTION, VERSION
 
 _DIRECTORY = click.Path(path_type=Path)
@@ -69,7 +73,7 @@ def build_command(
         precision=precision,
         backend=backend,
     )
-    with reporter() as progress:
+    with terminable(), reporter() as progress:
         report = build(BuildOptions(target, drafter, out, chosen, overwrite), progress)
     for line in summary(report):
         click.echo(line)
@@ -115,6 +119,15 @@ def summary(report: BuildReport) -> list[str]:
         f"memory    {human_bytes(memory.total)}: weights {human_bytes(memory.weights)}, {slots}",
         f"ring      window {limits.window}, {human_bytes(memory.ring_per_slot)} a slot",
         f"limits    {limits.max_seq_len} tokens a sequence; at most {drafts}",
-        f"next      python -m runtime chat {report.out}",
-        f"          dspark-build validate {report.out}",
+        *_next(report),
     ]
+
+
+def _next(report: BuildReport) -> list[str]:
+    """Commands to go on with, as they can be pasted: with this interpreter, from this directory."""
+    here = Path.cwd()
+    paths = [Path(sys.executable), report.out]
+    python, out = (shlex.quote(str(p.relative_to(here) if p.is_relative_to(here) else p)) for p in paths)
+    # Chat needs text.
+    commands = ["validate", "chat"] if TOKENIZER_FILE in report.manifest.files else ["validate"]
+    return [f"{'' if i else 'next':<10}{python} -m runtime {name} {out}" for i, name in enumerate(commands)]

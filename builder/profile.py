@@ -21,6 +21,8 @@ PRECISIONS = ("f32",)
 """Precisions that can be built."""
 
 _BATCH_MAX = 1024
+_WINDOW_BOUNDS = "from block size + 2 to the drafter's max_position_embeddings"
+_MAX_SEQ_LEN_BOUNDS = "from 2 to the target's max_position_embeddings"
 _IN_FILE = "Correct the file, after the example of engines/profiles/cpu.toml"
 
 
@@ -135,7 +137,7 @@ def override(profile: Profile, **changes: object) -> Profile:
 
 def parse_batches(text: str) -> tuple[int, ...]:
     """``"1,2,4"`` as (1, 2, 4). Raises ProfileError when it isn't a list of integers; their values are checked by
-    `resolve`.
+    `check_profile`.
     """
     try:
         return tuple(int(item) for item in text.split(","))
@@ -146,10 +148,10 @@ def parse_batches(text: str) -> tuple[int, ...]:
         ) from None
 
 
-def resolve(profile: Profile, target: TargetSpec, drafter: DrafterSpec) -> Resolution:
-    """Fit `profile` to the models. Raises ProfileError naming the option, its bounds and what was found."""
-    warnings: list[str] = []
-    in_profile = f"Change it in profile {profile.name!r}"  # of what has no option
+def check_profile(profile: Profile) -> None:
+    """Whatever can be told before the models are known. Raises ProfileError naming the option, its bounds and what was
+    found.
+    """
     if profile.precision not in PRECISIONS:
         raise ProfileError(
             "--precision",
@@ -158,41 +160,41 @@ def resolve(profile: Profile, target: TargetSpec, drafter: DrafterSpec) -> Resol
             found=repr(profile.precision),
             remedy=f"Pass --precision {PRECISIONS[0]}",
         )
+    _batches(profile)
+    for name, low, meaning in (("window", 1, _WINDOW_BOUNDS), ("max_seq_len", 2, _MAX_SEQ_LEN_BOUNDS)):
+        value: int = getattr(profile, name)
+        if name in profile.explicit and value < low:
+            option = f"--{name.replace('_', '-')}"
+            remedy = f"Leave {option} out for the profile's, fitted to the models"
+            raise ProfileError(option, "is out of bounds", expected=meaning, found=value, remedy=remedy)
+    in_profile = f"Change it in profile {profile.name!r}"  # of what has no option
+    for name, count in (("prefill_chunk", profile.prefill_chunk), ("max_draft", profile.max_draft)):
+        if count is not None and count < 1:
+            raise ProfileError(name, "is out of bounds", expected="1 or more", found=count, remedy=in_profile)
+    threshold = profile.confidence_threshold
+    if not (isfinite(threshold) and 0 <= threshold <= 1):
+        raise ProfileError(
+            "confidence_threshold", "is out of bounds", expected="0 to 1", found=threshold, remedy=in_profile
+        )
+
+
+def resolve(profile: Profile, target: TargetSpec, drafter: DrafterSpec) -> Resolution:
+    """Fit `profile` to the models. Raises ProfileError naming the option, its bounds and what was found."""
+    check_profile(profile)
+    warnings: list[str] = []
     batches, slots = _batches(profile)
     block = drafter.block_size
-    bounds = _Bounds(block + 2, drafter.max_positions, "from block size + 2 to the drafter's max_position_embeddings")
-    window = _fit(profile, "window", bounds, warnings)
-    bounds = _Bounds(2, target.max_positions, "from 2 to the target's max_position_embeddings")
+    window = _fit(profile, "window", _Bounds(block + 2, drafter.max_positions, _WINDOW_BOUNDS), warnings)
+    bounds = _Bounds(2, target.max_positions, _MAX_SEQ_LEN_BOUNDS)
     max_seq_len = _fit(profile, "max_seq_len", bounds, warnings)
     if max_seq_len + block > drafter.max_positions:
         warnings.append(
             f"--max-seq-len {max_seq_len} + block size {block} exceeds the {drafter.max_positions} positions "
             "the drafter was trained for: beyond them drafts are accepted less often (the output stays the same)"
         )
-    if profile.prefill_chunk < 1:
-        raise ProfileError(
-            "prefill_chunk",
-            "is out of bounds",
-            expected=f"1 to the window ({window})",
-            found=profile.prefill_chunk,
-            remedy=in_profile,
-        )
-    max_draft = block if profile.max_draft is None else profile.max_draft
-    if max_draft < 1:
-        raise ProfileError(
-            "max_draft",
-            "is out of bounds",
-            expected=f"1 to the block size ({block})",
-            found=max_draft,
-            remedy=in_profile,
-        )
-    threshold = profile.confidence_threshold
-    if not (isfinite(threshold) and 0 <= threshold <= 1):
-        raise ProfileError(
-            "confidence_threshold", "is out of bounds", expected="0 to 1", found=threshold, remedy=in_profile
-        )
+    max_draft = block if profile.max_draft is None else min(profile.max_draft, block)
     limits = Limits(batches, slots, window, max_seq_len, block, min(profile.prefill_chunk, window, max_seq_len))
-    return Resolution(limits, Serving(min(max_draft, block), threshold), tuple(warnings))
+    return Resolution(limits, Serving(max_draft, profile.confidence_threshold), tuple(warnings))
 
 
 def _batches(profile: Profile) -> tuple[tuple[int, ...], int]:

@@ -20,7 +20,13 @@ def reporter() -> Iterator[Listener]:
     if not sys.stderr.isatty():
         yield PlainReporter()
         return
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), _LeftColumn())
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TimeElapsedColumn(),
+        _LeftColumn(),
+    )
     with Progress(*columns, console=Console(stderr=True)) as bar:
         yield TerminalReporter(bar)
 
@@ -49,7 +55,7 @@ class TerminalReporter:
     def stage(self, event: StageEvent) -> None:
         description = f"[{event.index + 1}/{event.count}] {event.name}"
         total = event.elapsed + event.left
-        self._bar.update(self._task, description=description.replace("[", r"\\["), total=total, completed=event.elapsed)
+        self._bar.update(self._task, description=description, total=total, completed=event.elapsed)
 
     def warning(self, text: str) -> None:
         self._bar.console.print("warning:", text, style="yellow", markup=False, highlight=False, soft_wrap=True)

@@ -21,6 +21,7 @@ from runtime.manifest import (
     NOT_A_BUNDLE,
     OUTSIDE_IDENTITY,
     REBUILD,
+    REMOVE,
     TOKENIZER_FILE,
     FileEntry,
     Manifest,
@@ -30,6 +31,8 @@ from runtime.manifest import (
 
 Check = Literal["full", "quick"]
 
+_GRAPHS = ("target", "draft", "seed")
+_COUNTS = ("slots", "window", "max_seq_len", "prefill_chunk", "block_size")
 _READ_BYTES = 1 << 20
 _THREADED_BYTES = 64 << 20
 
@@ -60,14 +63,17 @@ def open_bundle(path: str | os.PathLike[str], check: Check = "full") -> Bundle:
     is checked, and no file may lie outside the directory. Raises BundleError naming the file or key at fault.
     """
     if check not in ("full", "quick"):
-        raise ValueError(f"check: expected 'full' or 'quick', found {check!r}")
-    root = Path(os.path.abspath(path))
+        raise BundleError(
+            "check", "is unknown", expected="'full' or 'quick'", found=repr(check), remedy="Pass one of them"
+        )
+    name = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path
+    if not isinstance(name, str):
+        raise BundleError(
+            "path", "is no path", expected="a str or os.PathLike", found=type(name).__name__, remedy=NOT_A_BUNDLE
+        )
+    root = Path(os.path.abspath(name))
     manifest = _read_manifest(root)
-    for engine in manifest.engines:
-        if engine.file not in manifest.files:
-            raise BundleError(
-                root / MANIFEST_NAME, f"engine file {engine.file!r} isn't among its files", remedy=REBUILD
-            )
+    _check_consistency(manifest, root / MANIFEST_NAME)
     paths = {name: _locate(root, name, entry) for name, entry in manifest.files.items()}
     if check == "full":
         _check_hashes(paths, manifest)
@@ -85,15 +91,42 @@ def _read_manifest(root: Path) -> Manifest:
     except FileNotFoundError:
         raise BundleError(root, f"is not a bundle: it has no {MANIFEST_NAME}", remedy=NOT_A_BUNDLE) from None
     except UnicodeDecodeError as error:
-        raise BundleError(where, f"is damaged: no ASCII text at byte {error.start}", remedy=REBUILD) from None
+        raise BundleError(where, f"is damaged: no ASCII text at byte {error.start}", remedy=REMOVE) from None
     except OSError as error:
         raise _unreadable(where, error) from None
     manifest = loads(text, str(where))
     identity = identity_of(manifest)
     if identity != manifest.identity:
         expected, found = f"identity {identity[:12]}…", f"{manifest.identity[:12]}…"
-        raise BundleError(where, "was altered after the build", expected=expected, found=found, remedy=REBUILD)
+        raise BundleError(where, "was altered after the build", expected=expected, found=found, remedy=REMOVE)
     return manifest
+
+
+def _check_consistency(manifest: Manifest, where: Path) -> None:
+    """Raise BundleError naming the first key whose value no build writes: the runtime relies on all of this."""
+    limits, serving = manifest.limits, manifest.serving
+    batches, block, threshold = limits.batches, limits.block_size, serving.confidence_threshold
+    counts = {f"limits.{name}": getattr(limits, name) for name in _COUNTS} | {
+        "models.vocab_size": manifest.models.vocab_size
+    }
+    ascending = bool(batches) and batches[0] >= 1 and list(batches) == sorted(set(batches))
+    engines = {(engine.graph, engine.batch) for engine in manifest.engines}
+    absent = [f"{graph} for batch {batch}" for graph in _GRAPHS for batch in batches if (graph, batch) not in engines]
+    needed = ("weights.bin", *(engine.file for engine in manifest.engines))
+    unlisted = [name for name in needed if name not in manifest.files]
+    rules: tuple[tuple[str, bool, str, object], ...] = (
+        ("limits.batches", ascending, "ascending numbers from 1", list(batches)),
+        *((key, count >= 1, "1 or more", count) for key, count in counts.items()),
+        ("limits.prefill_chunk", limits.prefill_chunk <= limits.window, "at most the window", limits.prefill_chunk),
+        ("serving.max_draft", 0 <= serving.max_draft <= block, f"0 to {block}", serving.max_draft),
+        ("serving.confidence_threshold", 0 <= threshold <= 1, "0 to 1", threshold),
+        ("engines", not absent, "each graph for each batch", f"no {', '.join(absent[:1])}"),
+        ("files", not unlisted, "the weights and every engine", f"no {', '.join(map(repr, unlisted[:1]))}"),
+        ("state", bool(manifest.state), "a tensor or more", "none"),
+    )
+    for key, holds, expected, found in rules:
+        if not holds:
+            raise BundleError(where, f"key {key!r} is wrong", expected=expected, found=found, remedy=REBUILD)
 
 
 def _locate(root: Path, name: str, entry: FileEntry) -> Path:

@@ -4,13 +4,43 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 
 from runtime.errors import DSparkError
-from runtime.version import DISTRIBUTION
 
-EXIT_ERROR, EXIT_INTERRUPTED = 1, 130
+EXIT_ERROR, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 130, 143
+
+
+class Terminated(BaseException):
+    """SIGTERM came (inside `terminable`)."""
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """Let SIGTERM raise Terminated inside the block, so that the clean-up of what is half-done runs.
+
+    The handler before is restored. Signals that are ignored stay so, and other threads than the main one can't change
+    them.
+    """
+    before = signal.getsignal(signal.SIGTERM)
+    if before in (signal.SIG_IGN, None) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not cut the clean-up short
+        raise Terminated
+
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def guarded(command: Callable[[], int | None], extra: str) -> int:
@@ -30,6 +60,9 @@ def guarded(command: Callable[[], int | None], extra: str) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+    except Terminated:
+        print("terminated", file=sys.stderr)
+        return EXIT_TERMINATED
     except (DSparkError, OSError, ImportError, MemoryError) as error:
         if debug:
             raise
@@ -52,6 +85,6 @@ def describe(error: BaseException, extra: str) -> str | None:
     if isinstance(error, MemoryError):
         return "out of memory. Free some memory, or choose a smaller --batch, --max-seq-len or --window"
     if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith(("builder", "runtime")):
-        package = f"{DISTRIBUTION}[{extra}]" if extra else DISTRIBUTION
-        return f"{error.name.partition('.')[0]} is not installed. pip install '{package}'"
+        package = f".[{extra}]" if extra else "."
+        return f"{error.name.partition('.')[0]} is not installed. In the project's folder: pip install '{package}'"
     return None

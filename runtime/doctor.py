@@ -13,6 +13,9 @@ from runtime.libraries import BACKENDS, BUILD_PACKAGES, RUN_PACKAGES, SUPPORTED,
 from runtime.machine import human_bytes
 from runtime.version import DISTRIBUTION, VERSION
 
+RUN_REMEDY = "in the project's folder: pip install ."
+BUILD_REMEDY = "in the project's folder: pip install '.[build]'"
+
 PYTHON_MIN = (3, 11)
 _LIBRARIES = tuple(dict.fromkeys(name for info in BACKENDS.values() for name in info.libraries))
 
@@ -62,14 +65,15 @@ def state(info: BackendInfo, packages: Mapping[str, str | None], cards: tuple[Gp
     run: list[tuple[str, str]] = []
     build: list[tuple[str, str]] = []
     if not info.supported:
-        common.append(("not in this version", f"use {' or '.join(SUPPORTED)}"))
+        # What else it would need is of no use to anyone yet.
+        return BackendState(False, False, ("not in this version",), (f"use {' or '.join(SUPPORTED)}",))
     if not any(packages.get(name) for name in info.libraries):
         common.append((info.libraries[0], f"pip install {info.libraries[0]}"))
     if info.architectures and not any(card.architecture in info.architectures for card in cards):
         lacking = (f"a GPU of {', '.join(info.architectures)}", "use a machine that has one, with its driver")
         (common if info.build_gpu else run).append(lacking)
-    run += [(name, f"pip install {DISTRIBUTION}") for name in RUN_PACKAGES if not packages.get(name)]
-    build += [(name, f"pip install '{DISTRIBUTION}[build]'") for name in BUILD_PACKAGES if not packages.get(name)]
+    run += [(name, RUN_REMEDY) for name in RUN_PACKAGES if not packages.get(name)]
+    build += [(name, BUILD_REMEDY) for name in BUILD_PACKAGES if not packages.get(name)]
     problems = [*common, *run, *build]
     return BackendState(
         can_build=not common and not build,

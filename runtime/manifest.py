@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import NoReturn, TypeVar
 
 from runtime.errors import BundleError
+from runtime.version import DISTRIBUTION
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
@@ -32,6 +33,8 @@ _JSON_NAMES = {
     float: "a number",
 }
 REBUILD = "Rebuild the bundle with dspark-build build --overwrite"
+REMOVE = "Remove the directory and build again"
+"""Of a damaged manifest: the builder replaces only what it can recognise."""
 NOT_A_BUNDLE = "Name a directory written by dspark-build"
 
 _T = TypeVar("_T")
@@ -222,10 +225,10 @@ def _decode_dataclass(kind: type, data: object, where: str, key: str) -> object:
     hints = typing.get_type_hints(kind)
     for name in hints:
         if name not in data:
-            raise BundleError(where, f"key {_join(key, name)!r} is missing", remedy=REBUILD)
+            raise BundleError(where, f"key {_join(key, name)!r} is missing", remedy=REMOVE)
     for name in data:
         if name not in hints:
-            raise BundleError(where, f"key {_join(key, name)!r} is unknown", remedy=REBUILD)
+            raise BundleError(where, f"key {_join(key, name)!r} is unknown", remedy=REMOVE)
     return kind(**{name: _decode(hint, data[name], where, _join(key, name)) for name, hint in hints.items()})
 
 
@@ -235,7 +238,7 @@ def _join(key: str, name: str) -> str:
 
 def _ill_typed(where: str, key: str, expected: str, data: object) -> NoReturn:
     problem = f"key {key!r} is ill-typed" if key else "is ill-typed"
-    raise BundleError(where, problem, expected=expected, found=_JSON_NAMES.get(type(data), "null"), remedy=REBUILD)
+    raise BundleError(where, problem, expected=expected, found=_JSON_NAMES.get(type(data), "null"), remedy=REMOVE)
 
 
 def dumps(manifest: Manifest) -> str:
@@ -252,7 +255,7 @@ def loads(text: str, where: str = MANIFEST_NAME) -> Manifest:
     try:
         data = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
-        raise BundleError(where, f"is not valid JSON ({error}): the file is damaged", remedy=REBUILD) from None
+        raise BundleError(where, f"is not valid JSON ({error}): the file is damaged", remedy=REMOVE) from None
     if not isinstance(data, dict):
         _ill_typed(where, "", "an object", data)
     version = data.get("format")
@@ -264,12 +267,20 @@ def loads(text: str, where: str = MANIFEST_NAME) -> Manifest:
             "was built by another version",
             expected=f"format {FORMAT_VERSION}",
             found=f"format {version}",
-            remedy=REBUILD,
+            remedy=REBUILD if recognised(data) else REMOVE,
         )
     manifest = from_plain(Manifest, data, where)
     if dumps(manifest) != text:
-        raise BundleError(where, "was altered after the build", remedy=REBUILD)
+        raise BundleError(where, "was altered after the build", remedy=REMOVE)
     return manifest
+
+
+def recognised(data: object) -> bool:
+    """Whether parsed JSON is a bundle's manifest, of whatever version: then the builder may replace its directory."""
+    if not isinstance(data, dict) or not isinstance(data.get("format"), int):
+        return False
+    producer = data.get("producer")
+    return isinstance(producer, str) and producer.startswith(DISTRIBUTION) and isinstance(data.get("files"), dict)
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -109,7 +109,8 @@ def example_manifest() -> Manifest:
         limits=Limits((1, 2), 2, 16, 64, 4, 8),
         serving=Serving(3, 0.25),
         models=Models(97, 24, True, (2,), {"family": "llama", "num_layers": 4}, {"taps": [0, 2], "markov": "none"}),
-        engines=(EngineFile("target", 1, "target.b1.onnx"),),
+        # One file stands for all engines, so that the tests have few files to count.
+        engines=tuple(EngineFile(graph, n, "target.b1.onnx") for graph in ("target", "draft", "seed") for n in (1, 2)),
         state=(StateTensor("taps", "taps", (5, 24), "float32"),),
         memory=Memory(5000, 480, 0, 5000 + 3 * 480),
         plugins=(),

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from pathlib import Path
 
 from runtime.manifest import Manifest
 from runtime.sessions.base import Session
+
+# ONNX Runtime's wheels write a device id and a queue of events under the home directory when they are imported. A
+# runtime for appliances leaves nothing behind; who wants them can set it to 0.
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 SESSIONS = {"ort-cpu": "runtime.sessions.ort:OrtSession"}
 """Back end to its session class; the names are the supported ones of `runtime.libraries`."""

@@ -45,7 +45,8 @@ def stages(monkeypatch: pytest.MonkeyPatch) -> Stages:
         for batch in limits.batches:
             (dest / f"target.b{batch}.onnx").write_bytes(b"t%d" % batch)
         state.enter("compile")
-        return tuple(EngineFile("target", batch, f"target.b{batch}.onnx") for batch in limits.batches)
+        names = ("target", "draft", "seed")
+        return tuple(EngineFile(name, batch, f"target.b{batch}.onnx") for name in names for batch in limits.batches)
 
     def state_tensors(target: TargetSpec, drafter: DrafterSpec, limits: Limits) -> tuple[StateTensor, ...]:
         rows = limits.max_seq_len + limits.block_size

@@ -145,6 +145,42 @@ def test_a_file_is_never_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "out").read_text() == "mine"
 
 
+def refused(out: Path, expected: str) -> None:
+    with pytest.raises(BundleError) as caught:
+        check_output(out, overwrite=True)
+    assert expected in str(caught.value)
+
+
+def test_places_that_cannot_be_written(
+    make_bundle: MakeBundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_bundle()
+    (tmp_path / "f1").write_text("mine")
+    expected = f"can't be written; expected a directory to write into; found {tmp_path / 'f1'}, which is none. Choose"
+    refused(tmp_path / "f1/sub", expected)
+    refused(tmp_path / "f1/sub/deeper", expected)
+    refused(Path("/dev/full/x"), "found /dev/full, which is none")
+    refused(tmp_path / "new" / ("n" * 300), "the name is too long; expected at most 255 bytes; found 300. Choose")
+    (tmp_path / "link").symlink_to(tmp_path / "absent")
+    refused(
+        tmp_path / "link", "is not a bundle; expected nothing, or a bundle; found a symbolic link that leads nowhere"
+    )
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    for out in (path, tmp_path / "new/out"):
+        refused(out, f"can't be written; expected a directory to write into; found no right to write to {tmp_path}.")
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_a_long_name(make_bundle: MakeBundle, monkeypatch: pytest.MonkeyPatch, exchange: bool) -> None:
+    if not exchange:
+        monkeypatch.setattr(writer, "_renameat2", lambda *_: False)
+    path = make_bundle("n" * 250)
+    make_bundle("n" * 250, files=NEW, overwrite=True)
+    assert open_bundle(path).path == path
+    assert beside(path) == []
+    assert writer._hidden(path, "old") != writer._hidden(path.with_name("n" * 251), "old")
+
+
 @pytest.mark.parametrize("name", ["notes.txt", "tokenizer/notes.txt"])
 def test_a_bundle_with_someone_elses_file_is_kept(make_bundle: MakeBundle, name: str) -> None:
     path = make_bundle()

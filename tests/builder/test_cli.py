@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -49,7 +50,8 @@ def test_build_with_every_flag(stages: Stages, tmp_path: Path, capsys: pytest.Ca
         "a slot (4 + 1 for padding)",
         "window 64",
         "batches 1, 2, 4",
-        f"next      python -m runtime chat {out}",
+        f"python -m runtime validate {out}\n",
+        f"python -m runtime chat {out}\n",
     ):
         assert part in captured.out
 
@@ -102,6 +104,29 @@ def test_bad_values(
 
 
 @pytest.mark.parametrize(
+    "option",
+    [
+        "--batch=0",
+        "--batch=1,1",
+        "--batch=4,2,1",
+        "--batch=-1",
+        "--precision=f16",
+        "--window=0",
+        "--max-seq-len=1",
+        "--out=/dev/full/x",
+    ],
+)
+def test_mistakes_in_options_are_told_before_the_first_stage(
+    stages: Stages, tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    assert main(build_arguments(tmp_path, option)) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {option.partition('=')[0 if '/' not in option else 2]}: ")
+    assert error.count("\n") == 1
+    assert stages.calls == []
+
+
+@pytest.mark.parametrize(
     ("error", "expected"),
     [
         (
@@ -113,7 +138,7 @@ def test_bad_values(
         (MemoryError(), "out of memory. Free some memory, or choose a smaller --batch"),
         (
             ModuleNotFoundError("No module named 'gguf'", name="gguf"),
-            "gguf is not installed. pip install 'dspark-engine-bu",
+            "gguf is not installed. In the project's folder: pip install '.[build]'",
         ),
     ],
 )
@@ -131,6 +156,25 @@ def test_interrupted(stages: Stages, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main(build_arguments(tmp_path)) == 130
     assert capsys.readouterr().err.splitlines()[-1] == "interrupted"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_terminated(
+    stages: Stages, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    enter = Stages.enter
+
+    def terminate(self: Stages, name: str) -> None:
+        enter(self, name)
+        if name == "record":
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(Stages, "enter", terminate)
+    assert main(build_arguments(tmp_path)) == 143
+    assert capsys.readouterr().err.splitlines()[-1] == "terminated"
+    assert stages.calls[-1] == "record"
+    assert list(tmp_path.iterdir()) == []
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_debug_and_faults_of_the_program(stages: Stages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +226,7 @@ def test_without_the_build_packages() -> None:
     done = subprocess.run([sys.executable, "-c", hide], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert done.stdout == ""
-    assert done.stderr == "error: click is not installed. pip install 'dspark-engine-builder[build]'\n"
+    assert done.stderr == "error: click is not installed. In the project's folder: pip install '.[build]'\n"
 
 
 def test_a_closed_pipe_is_no_traceback(stages: Stages, tmp_path: Path) -> None:

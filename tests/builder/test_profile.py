@@ -11,6 +11,7 @@ from builder.profile import (
     PROFILES,
     Profile,
     check_memory,
+    check_profile,
     load_profile,
     override,
     parse_batches,
@@ -129,7 +130,7 @@ def test_window_within_its_bounds(window: int) -> None:
     assert plan.warnings == ()
 
 
-@pytest.mark.parametrize("window", [8, 0, -1, 4097])
+@pytest.mark.parametrize("window", [8, 1, 4097])
 def test_an_explicit_window_outside_is_an_error(window: int) -> None:
     refused(
         override(Profile(), window=window), "--window: is out of bounds; expected 9 to 4096 (from block size + 2 to"
@@ -151,8 +152,7 @@ def test_no_window_fits_a_tiny_drafter() -> None:
 def test_max_seq_len() -> None:
     for length in (2, 4096):
         assert resolve(override(Profile(), max_seq_len=length), TARGET, DRAFTER).limits.max_seq_len == length
-    for length in (1, 0, -5, 4097):
-        refused(override(Profile(), max_seq_len=length), "--max-seq-len: is out of bounds; expected 2 to 4096")
+    refused(override(Profile(), max_seq_len=4097), "--max-seq-len: is out of bounds; expected 2 to 4096")
     plan = resolve(Profile(), replace(TARGET, max_positions=512), DRAFTER)
     assert plan.limits.max_seq_len == 512
     assert "--max-seq-len 2048 of profile 'cpu' became 512" in plan.warnings[0]
@@ -177,8 +177,8 @@ def test_bounds_that_follow_the_models() -> None:
 @pytest.mark.parametrize(
     ("profile", "expected"),
     [
-        (Profile(prefill_chunk=0), "prefill_chunk: is out of bounds; expected 1 to the window (2048); found 0"),
-        (Profile(max_draft=0), "max_draft: is out of bounds; expected 1 to the block size (7); found 0"),
+        (Profile(prefill_chunk=0), "prefill_chunk: is out of bounds; expected 1 or more; found 0"),
+        (Profile(max_draft=0), "max_draft: is out of bounds; expected 1 or more; found 0"),
         (Profile(confidence_threshold=1.5), "confidence_threshold: is out of bounds; expected 0 to 1; found 1.5"),
         (Profile(confidence_threshold=float("nan")), "confidence_threshold: is out of bounds"),
         (Profile(precision="f16"), "--precision: can't be built; expected f32; found 'f16'"),
@@ -186,6 +186,28 @@ def test_bounds_that_follow_the_models() -> None:
 )
 def test_other_bounds(profile: Profile, expected: str) -> None:
     refused(profile, expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"batches": (0,)}, "--batch: is out of bounds; expected batches from 1 to 1024; found 0"),
+        ({"batches": (4, 2, 1)}, "--batch: must be ascending without repeats; expected 1,2,4; found 4,2,1"),
+        ({"precision": "f16"}, "--precision: can't be built; expected f32; found 'f16'"),
+        ({"window": 0}, "--window: is out of bounds; expected from block size + 2 to the drafter's"),
+        ({"window": -1}, "--window: is out of bounds"),
+        (
+            {"max_seq_len": 1},
+            "--max-seq-len: is out of bounds; expected from 2 to the target's max_position_embeddings",
+        ),
+        ({"max_seq_len": -5}, "--max-seq-len: is out of bounds"),
+    ],
+)
+def test_what_needs_no_models_is_checked_without_them(changes: dict[str, object], expected: str) -> None:
+    check_profile(override(Profile(), window=1, max_seq_len=2))
+    with pytest.raises(ProfileError) as caught:
+        check_profile(override(Profile(), **changes))
+    assert expected in str(caught.value)
 
 
 def test_memory_that_just_fits() -> None:

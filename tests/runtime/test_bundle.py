@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -91,9 +92,14 @@ def test_manifest_truncated_or_binary(make_bundle: MakeBundle) -> None:
     where = path / "manifest.json"
     text = where.read_text()
     where.write_text(text[: len(text) // 2])
-    refused(path, "manifest.json: is not valid JSON", "damaged")
+    remedy = ". Remove the directory and build again"
+    refused(path, "manifest.json: is not valid JSON", "damaged", remedy)
     where.write_bytes(b"\xff\x00")
-    refused(path, "manifest.json: is damaged: no ASCII text at byte 0")
+    refused(path, "manifest.json: is damaged: no ASCII text at byte 0", remedy)
+    where.write_bytes(b"")
+    refused(path, "manifest.json: is not valid JSON", remedy)
+    where.write_text(text.replace('"format": 1,', '"format": 1, "other": 1,'))
+    refused(path, "key 'other' is unknown", remedy)
 
 
 @pytest.mark.parametrize("function", ["pathlib.Path.read_bytes", "runtime.bundle.hash_file"])
@@ -135,10 +141,9 @@ def test_identity_must_fit(make_bundle: MakeBundle, manifest: Manifest) -> None:
 
 
 def rewrite_files(path: Path, files: dict[str, FileEntry]) -> None:
-    """Give the bundle a manifest with these files and a fitting identity, as an attacker could."""
-    from dataclasses import replace
-
-    manifest = replace(open_bundle(path).manifest, files=files, engines=())
+    """Give the bundle a manifest with these files as well and a fitting identity, as an attacker could."""
+    manifest = open_bundle(path).manifest
+    manifest = replace(manifest, files={**manifest.files, **files})
     manifest = replace(manifest, identity=identity_of(manifest))
     (path / "manifest.json").write_text(dumps(manifest))
 
@@ -158,9 +163,34 @@ def test_links_outside_the_bundle(make_bundle: MakeBundle, tmp_path: Path) -> No
     refused(path, "weights.bin: leads outside the bundle")
 
 
-def test_engine_file_must_be_covered(make_bundle: MakeBundle) -> None:
-    path = make_bundle(engines=(EngineFile("draft", 1, "elsewhere.onnx"),))
-    refused(path, "engine file 'elsewhere.onnx' isn't among its files")
+def test_engine_file_must_be_covered(make_bundle: MakeBundle, manifest: Manifest) -> None:
+    engines = (*manifest.engines, EngineFile("draft", 4, "elsewhere.onnx"))
+    refused(make_bundle(engines=engines), "key 'files' is wrong", "found no 'elsewhere.onnx'")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("limits.batches", batches) for batches in ((), (0, 1), (2, 1), (1, 1))),
+        *((f"limits.{name}", 0) for name in ("slots", "window", "max_seq_len", "prefill_chunk", "block_size")),
+        ("limits.prefill_chunk", 17),
+        ("serving.max_draft", -1),
+        ("serving.max_draft", 5),
+        ("serving.confidence_threshold", 1.5),
+        ("models.vocab_size", 0),
+    ],
+)
+def test_values_must_fit_together(make_bundle: MakeBundle, manifest: Manifest, key: str, value: object) -> None:
+    section, _, name = key.partition(".")
+    path = make_bundle(**{section: replace(getattr(manifest, section), **{name: value})})
+    refused(path, f"manifest.json: key {key!r} is wrong; expected ", "; found ", "Rebuild the bundle", check="quick")
+
+
+def test_engines_weights_and_state_must_be_there(make_bundle: MakeBundle, manifest: Manifest) -> None:
+    expected = "key 'engines' is wrong; expected each graph for each batch; found no seed for batch 2"
+    refused(make_bundle("engines", engines=manifest.engines[:-1]), expected)
+    refused(make_bundle("weights", files={"target.b1.onnx": b"t"}), "key 'files' is wrong", "found no 'weights.bin'")
+    refused(make_bundle("state", state=()), "key 'state' is wrong; expected a tensor or more; found none")
 
 
 def test_large_files_are_hashed_in_threads(make_bundle: MakeBundle, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,9 +205,10 @@ def test_large_files_are_hashed_in_threads(make_bundle: MakeBundle, monkeypatch:
     refused(path, "weights.bin: was altered")
 
 
-def test_unknown_check_is_a_programming_error(make_bundle: MakeBundle) -> None:
-    with pytest.raises(ValueError, match="expected 'full' or 'quick', found 'none'"):
-        open_bundle(make_bundle(), "none")  # type: ignore[arg-type]
+def test_arguments_of_another_kind(make_bundle: MakeBundle) -> None:
+    refused(make_bundle(), "check: is unknown; expected 'full' or 'quick'; found 'none'", check="none")
+    for path in (5, None, b"bundle"):
+        refused(path, f"path: is no path; expected a str or os.PathLike; found {type(path).__name__}")  # type: ignore[arg-type]
 
 
 def test_machine_that_fits(make_bundle: MakeBundle) -> None:

@@ -29,8 +29,8 @@ def test_gpu_build_of_the_library_serves_the_cpu_too() -> None:
     ("absent", "can_build", "can_run", "remedy"),
     [
         ("onnxruntime", False, False, "pip install onnxruntime"),
-        ("torch", False, True, "pip install 'dspark-engine-builder[build]'"),
-        ("tokenizers", True, False, "pip install dspark-engine-builder"),
+        ("torch", False, True, "in the project's folder: pip install '.[build]'"),
+        ("tokenizers", True, False, "in the project's folder: pip install ."),
     ],
 )
 def test_one_package_missing(absent: str, can_build: bool, can_run: bool, remedy: str) -> None:

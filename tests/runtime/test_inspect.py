@@ -34,11 +34,11 @@ def test_facts(make_bundle: MakeBundle) -> None:
     assert facts["runs_here"] is True
     assert facts["problem"] is None
     assert facts["has_tokenizer"] is True
-    assert inspect(make_bundle("bare", files={"target.b1.onnx": b"x"}))["has_tokenizer"] is False
+    assert inspect(make_bundle("bare", files={"target.b1.onnx": b"x", "weights.bin": b"w"}))["has_tokenizer"] is False
 
 
 def test_a_bundle_too_big_for_this_machine_is_still_described(make_bundle: MakeBundle) -> None:
-    path = make_bundle(memory=Memory(1 << 50, 1, 0, 1 << 50), files={"target.b1.onnx": b"x"})
+    path = make_bundle(memory=Memory(1 << 50, 1, 0, 1 << 50), files={"target.b1.onnx": b"x", "weights.bin": b"w"})
     facts = inspect(path)
     assert facts["runs_here"] is False
     assert "needs more memory than is free" in str(facts["problem"])

@@ -84,6 +84,18 @@ def test_no_manifest_at_all(text: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_the_remedy_is_one_that_the_builder_takes(manifest: Manifest) -> None:
+    for text, remedy in (
+        ("", "Remove the directory and build again"),
+        (changed(manifest, "limits", ...), "Remove the directory and build again"),
+        (changed(manifest, "format", 2), "Rebuild the bundle with dspark-build build --overwrite"),
+        ('{"format": 2}', "Remove the directory and build again"),
+    ):
+        with pytest.raises(BundleError) as caught:
+            loads(text)
+        assert caught.value.remedy == remedy
+
+
 def test_any_other_spelling_of_the_same_facts_was_not_written_by_us(manifest: Manifest) -> None:
     text = dumps(manifest)
     for other in (text + " ", text.replace("  ", "\t"), text.replace('"format": 1,', '"format": 1, "format": 1,')):
