@@ -6,8 +6,8 @@ Each check runs in an interpreter of its own, since this one has everything load
 from __future__ import annotations
 
 import json
-import re
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
