@@ -62,7 +62,7 @@ def test_greedy_runs(pair) -> None:
 
 
 def check_rounds(stats: runtime.Stats, run: dict, limit: int) -> None:
-    """Round by round as the reference, but for what the reference counts differently: it proposes past the limit, which
+    """Round by round as the reference, but for what it counts differently: it proposes past the limit, which
     the runtime never does, and of a round that an accepted stop token ended it reports as proposed what was accepted."""
     left = limit - 1
     for r in range(stats.rounds):
