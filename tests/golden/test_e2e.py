@@ -62,8 +62,8 @@ def test_greedy_runs(pair) -> None:
 
 
 def check_rounds(stats: runtime.Stats, run: dict, limit: int) -> None:
-    """Round by round as the reference, but for what it counts differently: it proposes past the limit, which
-    the runtime never does, and of a round that an accepted stop token ended it reports as proposed what was accepted."""
+    """Round by round as the reference, but for what it counts differently: it proposes past the limit, which the
+    runtime never does, and of a round that an accepted stop token ended it reports as proposed what was accepted."""
     left = limit - 1
     for r in range(stats.rounds):
         proposed, accepted = run["proposal_lengths"][r], run["accepted_draft_lengths"][r]
