@@ -137,7 +137,8 @@ def compare(bundle: Bundle) -> None:
             stats = speculative.stats
             identical = "yes" if speculative.token_ids == plain.token_ids else "NO"
             print(
-                f"\n    speculative {rate(speculative):.1f} tokens/s, plain {rate(plain):.1f} tokens/s; "
+                f"\n    speculative {speculative.tokens_per_second:.1f} tokens/s, "
+                f"plain {plain.tokens_per_second:.1f} tokens/s; "
                 f"accepted {sum(stats.accepted)} of {sum(stats.proposed)} drafts, "
                 f"{stats.tokens_per_round:.2f} tokens a round; identical: {identical}",
                 flush=True,
@@ -154,12 +155,6 @@ def answer(engine: Engine, prompt: str, *, speculate: bool, show: Callable[[str]
     for piece in engine.stream(handle):
         show(piece.text)
     return engine.result(handle)
-
-
-def rate(result: Result) -> float:
-    """Tokens a second after the prompt (whose pass gives the first token)."""
-    seconds = result.stats.seconds
-    return (len(result.token_ids) - 1) / max(seconds.draft + seconds.verify + seconds.host, 1e-9)
 
 
 if __name__ == "__main__":
