@@ -5,14 +5,15 @@ PY := .venv/bin/python
 BUILD_READY := .venv/.build-ready
 DEV_READY := .venv/.dev-ready
 
-.PHONY: help demo target test lint format bench clean
+.PHONY: help demo target test fuzz lint format bench clean
 
 help:
 	@echo "make demo    build the demo pair and stream answers for three prompts"
 	@echo "make test    ruff, mypy and pytest"
+	@echo "make fuzz    a million random events over slots, rings and scheduler (FUZZ='--seed 7' and the like)"
 	@echo "make lint    ruff and mypy only"
 	@echo "make format  let ruff format and sort"
-	@echo "make bench   measure the demo pair: JSON and PNG in build/bench"
+	@echo "make bench   measure the demo pair: JSON and PNG in build/bench; BENCH='--only concurrency' measures a part"
 	@echo "make clean   remove .venv, caches and built bundles"
 
 demo: $(BUILD_READY)
@@ -20,6 +21,9 @@ demo: $(BUILD_READY)
 
 test: lint target
 	$(PY) -m pytest
+
+fuzz: $(DEV_READY)
+	$(PY) -m tests.fuzz $(FUZZ)
 
 # The demo's target (about 90 MB, fetched once), which the tests of the real pair need too.
 target: $(BUILD_READY)
@@ -35,7 +39,7 @@ format: $(DEV_READY)
 	$(PY) -m ruff format .
 
 bench: $(DEV_READY) target
-	$(PY) tests/bench/bench.py
+	$(PY) tests/bench/bench.py $(BENCH)
 
 clean:
 	rm -rf .venv .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis engines/build *.egg-info

@@ -165,8 +165,7 @@ def build(options: BuildOptions, progress: Progress) -> BuildReport:
             progress.warning(warning)
         backend = backends.get(profile.backend)
         state = tuple(backend.state(target.spec, drafter.spec, plan.limits))
-        # At least: a session a batch, each with weights of its own.
-        memory = _memory(state, plan.limits.slots, weight_bytes * len(plan.limits.batches))
+        memory = _memory(state, plan.limits.slots, weight_bytes)
         check_memory(memory, plan.limits, available_memory())
         _check_disk(options.out, weight_bytes)
     with bundle.Staging(options.out, overwrite=options.overwrite) as staging:
@@ -214,7 +213,7 @@ def _fill(
             models=_models(target.spec, drafter.spec, target.tokenizer),
             engines=tuple(engines),
             state=state,
-            memory=_memory(state, limits.slots, backend.loaded_bytes(graphs, index, limits)),
+            memory=_memory(state, limits.slots, backend.loaded_bytes(graphs, index)),
             plugins=(),
             conventions=CONVENTIONS,
             target=_source(target.source),

@@ -23,7 +23,7 @@ from typing import Self
 
 from runtime.bundle import hash_file
 from runtime.errors import BundleError
-from runtime.manifest import MANIFEST_NAME, OUTSIDE_IDENTITY, FileEntry, Manifest, dumps, identity_of, recognised
+from runtime.manifest import MANIFEST_NAME, FileEntry, Manifest, dumps, identity_of, outside_identity, recognised
 
 _OWNER = ".owner"
 _NO_BUNDLE = "the output exists and is not a bundle"
@@ -54,10 +54,10 @@ def check_output(out: Path, *, overwrite: bool) -> None:
     if not overwrite:
         remedy = "Pass --overwrite to replace it, or choose another --out"
         raise BundleError(out, "the output exists", expected="nothing", found="a bundle", remedy=remedy)
-    known = {MANIFEST_NAME, _OWNER, *OUTSIDE_IDENTITY, *listed}
+    known = {MANIFEST_NAME, _OWNER, *listed}
     for path in sorted(out.rglob("*")):
         name = path.relative_to(out).as_posix()
-        if name not in known and not (path.is_dir() and not path.is_symlink()):
+        if name not in known and not outside_identity(name) and not (path.is_dir() and not path.is_symlink()):
             problem, remedy = "holds more than its bundle", "Move it away, or choose another --out"
             raise BundleError(out, problem, expected="the bundle's files alone", found=repr(name), remedy=remedy)
     _check_place(out)
@@ -154,7 +154,7 @@ def seal(directory: Path, manifest: Manifest) -> Manifest:
     files = {}
     for path in sorted(directory.rglob("*")):
         name = path.relative_to(directory).as_posix()
-        if path.is_file() and name not in (MANIFEST_NAME, _OWNER, *OUTSIDE_IDENTITY):
+        if path.is_file() and name not in (MANIFEST_NAME, _OWNER) and not outside_identity(name):
             files[name] = FileEntry(path.stat().st_size, hash_file(path))
     manifest = replace(manifest, files=files)
     manifest = replace(manifest, identity=identity_of(manifest))

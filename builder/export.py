@@ -90,7 +90,7 @@ def export_drafter(target: TargetSpec, drafter: DrafterSpec, limits: Limits) -> 
     """The graphs ``draft`` and ``seed``."""
     nets = modules(target, drafter, limits)
     states = state_names(target, drafter)
-    b, s, c, n, slots = _dims("b", "s", "c", "n", "slots")
+    b, s, v, c, n, slots = _dims("b", "s", "v", "c", "n", "slots")
     ring = _float(limits.slots + 1, drafter.num_kv_heads, limits.window, drafter.head_dim)
     width = len(drafter.taps) * drafter.hidden_size
     confidence = ("confidence_logits",) if drafter.confidence != "none" else ()
@@ -103,6 +103,10 @@ def export_drafter(target: TargetSpec, drafter: DrafterSpec, limits: Limits) -> 
                 **{k: (_int(_B), row) for k in ("bonus", "start", "valid_len", "new_len", "slot")},
                 "temperature": (_float(_B), row),
                 "uniforms": (_float(_B, min(_W, limits.block_size)), {0: b, 1: s} if limits.block_size > 1 else row),
+                "noise": (
+                    _float(_B, min(_W, limits.block_size), drafter.vocab_size),
+                    {0: b, 1: s, 2: v} if limits.block_size > 1 else {0: b, 2: v},
+                ),
                 # Dynamic in the rows too: a back end may pass fewer than B+1.
                 "taps": (_float(limits.slots + 1, limits.block_size + 1, width), {0: slots, 1: n}),
             },

@@ -4,10 +4,10 @@ Nothing here touches an engine or an inference library. The file is ``vectors.np
 
 - ``prompt`` int64 ``[P]`` and ``chunks`` int64: prefilled in these sizes, ``prefill.logits`` float32 ``[chunks, V]``
   after each;
-- for each round r: ``r.inputs`` int64 ``[bonus, start, valid_len, new_len]``, ``r.temperature`` and ``r.uniforms``
-  ``[B]`` (inputs of draft), ``r.ids`` ``[B]``, ``r.confidence`` ``[B]`` (with a head), ``r.q`` ``[B, V]`` (rounds that
-  sample), ``r.margin`` (least gap between what was picked and the next best); ``r.verify_ids`` ``[B+1]`` and
-  ``r.logits`` ``[B+1, V]``.
+- for each round r: ``r.inputs`` int64 ``[bonus, start, valid_len, new_len]``, ``r.temperature``, ``r.uniforms`` ``[B]``
+  and ``r.noise``, the factor of `runtime.validate.draft_noise` (inputs of draft), ``r.ids`` ``[B]``,
+  ``r.confidence`` ``[B]`` (with a head), ``r.q`` ``[B, V]`` (rounds that sample), ``r.margin`` (least gap between what
+  was picked and the next best); ``r.verify_ids`` ``[B+1]`` and ``r.logits`` ``[B+1, V]``.
 
 How many drafts a round accepts is scripted, so a replay never depends on what an engine picked.
 """
@@ -25,12 +25,14 @@ from builder.export import modules
 from builder.spec import DrafterSpec, TargetSpec
 from builder.weights import WeightIndex
 from runtime.manifest import Limits
-from runtime.validate import SAMPLING_MARGIN, VECTORS_NAME
+from runtime.validate import SAMPLING_MARGIN, VECTORS_NAME, draft_noise
 
 _PROMPT = 24
 _SEED = 20260
 # Low, so that most uniforms fall well inside a probable token: an id then says something of the engine that draws it.
 _TEMPERATURE = 0.3
+# High, so that other tokens are picked than without it: else the ids would say nothing of an engine that ignores it.
+_NOISE = 3.0
 _TRIES = 8
 
 
@@ -102,11 +104,12 @@ class Recorder:
         arrays["prefill.logits"] = np.stack(logits)
         bonus, start, new_len = int(logits[-1].argmax()), self.prompt_len, 0
         for r, accepted in enumerate(self.script):
-            temperature = _TEMPERATURE if r == 0 else 0.0
+            # One round is drawn by inverse CDF, one by Gumbel noise, where there are so many, the others take the best.
+            temperature, noise = _TEMPERATURE if r == 0 else 0.0, _NOISE if r == 1 else 0.0
             inputs = (bonus, start, min(self.limits.window, start), new_len)
             for _ in range(_TRIES):
                 uniforms = (rng.integers(0, 2**23, self.block) / 2**23).astype(np.float32)
-                ids = self._draft(arrays, f"{r}", inputs, temperature, uniforms)
+                ids = self._draft(arrays, f"{r}", inputs, temperature, uniforms, noise)
                 # A uniform that falls near a running sum would say nothing of an engine that draws differently.
                 if temperature == 0 or arrays[f"{r}.margin"] > SAMPLING_MARGIN:
                     break
@@ -131,6 +134,7 @@ class Recorder:
         inputs: tuple[int, int, int, int],
         temperature: float,
         uniforms: np.ndarray,
+        noise: float,
     ) -> np.ndarray:
         rows = [torch.tensor([value]) for value in inputs]
         out = list(
@@ -139,6 +143,7 @@ class Recorder:
                 torch.tensor([0]),
                 torch.tensor([temperature]),
                 torch.from_numpy(uniforms)[None],
+                torch.from_numpy(draft_noise(noise, inputs[1], self.block, self.vocab)),
                 self.taps,
                 self.rings,
             )
@@ -148,6 +153,7 @@ class Recorder:
             f"{name}.inputs": np.array(inputs),
             f"{name}.temperature": np.array(temperature, np.float32),
             f"{name}.uniforms": uniforms,
+            f"{name}.noise": np.array(noise, np.float32),
             f"{name}.ids": ids,
         }
         if self.has_confidence:

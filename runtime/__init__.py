@@ -13,7 +13,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from runtime.adaptive import AdaptivePolicy
+    from runtime.aio import AsyncEngine, Stream
     from runtime.api import generate
+    from runtime.distribution import TokenLogprob
     from runtime.engine import Engine, Handle
     from runtime.errors import (
         BackendUnavailable,
@@ -21,31 +24,51 @@ if TYPE_CHECKING:
         CheckpointError,
         DSparkError,
         ProfileError,
+        QueueFull,
         RequestError,
+        ServingError,
     )
-    from runtime.request import Request, Result, Stats
+    from runtime.policy import DraftPolicy, StaticPolicy
+    from runtime.request import Request
+    from runtime.result import Piece, Result, Stats
     from runtime.sampling import SamplingParams
-    from runtime.sequence import Piece
+    from runtime.scheduler import FifoScheduler
+    from runtime.slots import SlotTable
+    from runtime.stats import EngineStats
 
 __all__ = [
+    "AdaptivePolicy",
+    "AsyncEngine",
     "BackendUnavailable",
     "BundleError",
     "CheckpointError",
     "DSparkError",
+    "DraftPolicy",
     "Engine",
+    "EngineStats",
+    "FifoScheduler",
     "Handle",
     "Piece",
     "ProfileError",
+    "QueueFull",
     "Request",
     "RequestError",
     "Result",
     "SamplingParams",
+    "ServingError",
+    "SlotTable",
+    "StaticPolicy",
     "Stats",
+    "Stream",
+    "TokenLogprob",
     "generate",
 ]
 
 _MODULES = {
+    "runtime.adaptive": ("AdaptivePolicy",),
+    "runtime.aio": ("AsyncEngine", "Stream"),
     "runtime.api": ("generate",),
+    "runtime.distribution": ("TokenLogprob",),
     "runtime.engine": ("Engine", "Handle"),
     "runtime.errors": (
         "BackendUnavailable",
@@ -53,11 +76,17 @@ _MODULES = {
         "CheckpointError",
         "DSparkError",
         "ProfileError",
+        "QueueFull",
         "RequestError",
+        "ServingError",
     ),
-    "runtime.request": ("Request", "Result", "Stats"),
+    "runtime.policy": ("DraftPolicy", "StaticPolicy"),
+    "runtime.request": ("Request",),
+    "runtime.result": ("Piece", "Result", "Stats"),
     "runtime.sampling": ("SamplingParams",),
-    "runtime.sequence": ("Piece",),
+    "runtime.scheduler": ("FifoScheduler",),
+    "runtime.slots": ("SlotTable",),
+    "runtime.stats": ("EngineStats",),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -52,6 +52,10 @@ def _chat_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--top-p", type=float, default=1.0, help="sample from the likeliest tokens of this total probability"
     )
+    parser.add_argument("--top-k", type=int, default=0, help="sample from so many likeliest tokens (default 0: all)")
+    parser.add_argument(
+        "--min-p", type=float, default=0.0, help="leave out tokens less likely than this times the likeliest"
+    )
     parser.add_argument("--seed", type=int, default=None, help="makes sampling repeatable")
     parser.add_argument("--max-draft", type=int, default=None, help="drafts a round at most (default: the bundle's)")
     parser.add_argument("--no-speculate", dest="speculate", action="store_false", help="plain decoding")

@@ -19,7 +19,6 @@ from runtime.machine import human_bytes
 from runtime.manifest import (
     MANIFEST_NAME,
     NOT_A_BUNDLE,
-    OUTSIDE_IDENTITY,
     REBUILD,
     REMOVE,
     TOKENIZER_FILE,
@@ -27,6 +26,7 @@ from runtime.manifest import (
     Manifest,
     identity_of,
     loads,
+    outside_identity,
 )
 
 Check = Literal["full", "quick"]
@@ -133,7 +133,7 @@ def _locate(root: Path, name: str, entry: FileEntry) -> Path:
     """The path of file `name` after checking that it lies in the bundle, is a regular file, and has its size."""
     parts = PurePosixPath(name).parts
     foreign = not parts or name.startswith("/") or ".." in parts or any(character in name for character in "\\\0")
-    if foreign or name in (MANIFEST_NAME, *OUTSIDE_IDENTITY):
+    if foreign or name == MANIFEST_NAME or outside_identity(name):
         where, problem = root / MANIFEST_NAME, f"file name {name!r} is not allowed"
         raise BundleError(where, problem, expected="a path inside the bundle", found=repr(name), remedy=REBUILD)
     path = root.joinpath(*parts)

@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 from runtime.engine import Engine
 from runtime.errors import RequestError
-from runtime.request import Request, Result
+from runtime.request import Request
+from runtime.result import Result
 from runtime.sampling import SamplingParams
 from runtime.text import Tokenizer
 
@@ -41,7 +42,7 @@ def main(options: Namespace) -> int:
     settings = Request(
         prompt_ids=(0,),  # stands for each turn's own
         max_new_tokens=options.max_new_tokens,
-        sampling=SamplingParams(options.temperature, options.top_p, options.seed),
+        sampling=SamplingParams(options.temperature, options.top_p, options.seed, options.top_k, options.min_p),
         speculate=options.speculate,
         max_draft=options.max_draft,
     )
@@ -228,7 +229,7 @@ def describe(result: Result) -> str:
     if sums.rounds:
         parts += [f"{result.tokens_per_second:.1f} tokens/s", f"{result.stats.tokens_per_round:.2f} tokens a round"]
     parts += _acceptance(sums)
-    ending = {"stop": "", "length": "; cut at the limit", "cancelled": "; stopped"}[result.finish_reason]
+    ending = {"length": "; cut at the limit", "cancelled": "; stopped"}.get(result.finish_reason, "")
     return f"[{', '.join(parts)}{ending}]"
 
 

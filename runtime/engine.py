@@ -1,32 +1,38 @@
 """The engine: requests in, tokens out, over fixed-batch sessions.
 
-A step reads as it runs: schedule → prefill / draft → verify → accept → emit. What is accepted is decided by the pure
-functions of `runtime.verify`, which rows run by `runtime.scheduler`, what a ring holds by `runtime.slots`; this module
-only carries values between them and the session.
+A step reads as it runs: schedule → prefill / draft → verify → accept → emit. `runtime.scheduler` says which requests
+run, `runtime.rounds` runs them, and this module is the door: it takes requests, and hands out what came of them.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from os import PathLike
 from time import perf_counter
 from typing import Literal
 
-import numpy as np
-
+from runtime.adaptive import AdaptivePolicy
 from runtime.bundle import Bundle, check_machine, open_bundle
-from runtime.errors import RequestError
-from runtime.request import Request, Result
-from runtime.scheduler import DecodeWork, PrefillWork, Scheduler
-from runtime.sequence import NO_DRAFTS, Piece, Proposal, Sequence
+from runtime.calls import Calls
+from runtime.errors import DSparkError, QueueFull, RequestError
+from runtime.policy import DraftPolicy
+from runtime.request import Request
+from runtime.result import FinishReason, Piece, Result
+from runtime.rounds import Rounds
+from runtime.scheduler import FifoScheduler, Scheduler
+from runtime.sequence import Sequence
 from runtime.sessions import open_session
 from runtime.sessions.base import Session
-from runtime.slots import RingState, SlotTable
+from runtime.slots import SlotTable
+from runtime.stats import EngineStats, Recorder
 from runtime.text import Tokenizer
-from runtime.verify import proposal_length
+
+MAX_WAITING = 1024
+"""Requests that wait for a slot before `Engine.submit` refuses more."""
 
 
 @dataclass(frozen=True)
@@ -37,15 +43,24 @@ class Handle:
 
 
 class Engine:
-    """Serves a bundle.
+    """Serves a bundle to many requests at once. Not thread-safe; `runtime.AsyncEngine` is, for asyncio.
 
     Args:
         bundle: a bundle's directory.
         check: ``full`` checks the hash of every file before loading, ``quick`` only sizes.
         threads: of the inference library; None takes one per physical core.
+        max_waiting: requests that may wait for a slot.
+        prefill_budget: most prompt ids a step runs, so that long prompts don't stall who decodes; None takes the
+            bundle's prefill chunk.
+        policy: how much is drafted; None drafts as much as pays (`AdaptivePolicy`).
+        scheduler: which requests run; None makes a `FifoScheduler` over a new `SlotTable`. One that is given brings
+            its own table, as large as the bundle's limits say.
+        session: engines and state that are open already, and that the engine then closes; None opens the bundle's.
+        clock: seconds that deadlines are measured by.
 
     Raises:
         BundleError, BackendUnavailable: the bundle can't be served here; nothing has been allocated then.
+        RequestError: another argument out of its range.
     """
 
     def __init__(
@@ -54,17 +69,48 @@ class Engine:
         *,
         check: Literal["full", "quick"] = "full",
         threads: int | None = None,
+        max_waiting: int = MAX_WAITING,
+        prefill_budget: int | None = None,
+        policy: DraftPolicy | None = None,
+        scheduler: Scheduler | None = None,
+        session: Session | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         _check_threads(threads)
+        _check_count("max_waiting", max_waiting)
+        if prefill_budget is not None:
+            _check_count("prefill_budget", prefill_budget)
         opened = open_bundle(bundle, check=check)
+        limits = opened.manifest.limits
+        if scheduler is None:
+            scheduler = FifoScheduler(
+                SlotTable(limits.slots, limits.window, limits.tap_rows),
+                prefill_chunk=limits.prefill_chunk,
+                prefill_budget=prefill_budget or limits.prefill_chunk,
+                max_batch=limits.batches[-1],
+            )
+        table = scheduler.slots
+        found, expected = (table.slots, table.window, table.tap_rows), (limits.slots, limits.window, limits.tap_rows)
+        if found != expected:
+            raise RequestError(
+                "scheduler",
+                "its slot table doesn't fit the bundle (slots, window, tap rows)",
+                expected=expected,
+                found=found,
+            )
         check_machine(opened)
         self.bundle: Bundle = opened
         self.tokenizer = Tokenizer(opened.path) if opened.has_tokenizer else None
-        self._session: Session = open_session(opened.path, opened.manifest, threads)
-        limits = opened.manifest.limits
-        self._slots = SlotTable(limits.slots, limits.window)
-        self._scheduler = Scheduler(self._slots, prefill_chunk=limits.prefill_chunk, max_batch=limits.batches[-1])
+        self._session = open_session(opened.path, opened.manifest, threads) if session is None else session
+        self._scheduler = scheduler
+        self._policy = policy or AdaptivePolicy(limits.batches, limits.block_size)
+        self._recorder = Recorder(limits.block_size)
         self._sequences: dict[int, Sequence] = {}
+        self._calls = Calls(self._session, self._recorder, self._finish)
+        self._rounds = Rounds(self._calls, table, self._policy, limits.block_size, self._sequences)
+        self._deadlines: dict[int, float] = {}
+        self._max_waiting = max_waiting
+        self._clock = clock
         self._next_id = 0
         self._closed = False
 
@@ -73,6 +119,7 @@ class Engine:
 
         Raises:
             RequestError: a request that this engine can't serve.
+            QueueFull: as many as may are waiting already.
         """
         self._require_open()
         if not isinstance(request, Request):
@@ -83,55 +130,104 @@ class Engine:
             raise RequestError(
                 "stop", "the bundle has no tokenizer to find stop strings with", remedy="Use stop_token_ids"
             )
-        if request.sampling.seed is None:
-            request = replace(request, sampling=replace(request.sampling, seed=secrets.randbits(64)))
+        if request.max_new_tokens and not self.accepts:
+            self._recorder.refused += 1
+            raise QueueFull(
+                "request",
+                "the queue is full",
+                expected=f"at most {self._max_waiting} waiting",
+                found=self._scheduler.waiting,
+                remedy="Submit it again when others have finished, or raise max_waiting",
+            )
+        seed = secrets.randbits(64) if request.sampling.seed is None else request.sampling.seed
         handle = Handle(self._next_id)
         self._next_id += 1
-        self._sequences[handle.id] = Sequence(request, manifest, self.tokenizer)
+        sequence = self._sequences[handle.id] = Sequence(request, seed, manifest, self.tokenizer)
+        self._recorder.submitted += 1
         if request.max_new_tokens == 0:
-            self._sequences[handle.id].finish("length")
-        else:
-            self._scheduler.submit(handle.id, len(request.prompt_ids))
+            sequence.finish("length")
+            self._recorder.finished["length"] += 1
+            return handle
+        self._scheduler.submit(handle.id, request.prompt_ids, whole_ring=sequence.repeatable)
+        if request.deadline is not None:
+            self._deadlines[handle.id] = self._clock() + request.deadline
         return handle
 
+    @property
+    def accepts(self) -> bool:
+        """Whether `submit` would take a request now, or find the queue full."""
+        return self._scheduler.waiting < self._max_waiting
+
+    @property
+    def idle(self) -> bool:
+        """No request is waiting or running."""
+        return not self._scheduler.waiting and not self._scheduler.running
+
     def step(self) -> None:
-        """Run one prefill chunk and one round of every decoding request. Does nothing without work."""
+        """Run one step: prefill chunks within the budget, and a round of every decoding request. Does nothing without
+        work.
+
+        What a request's own work raises ends that request with an error, and no other.
+        """
         self._require_open()
+        self._expire()
+        if self.idle:
+            return
+        began = perf_counter()
         work = self._scheduler.schedule()
-        for prefill in work.prefill:
-            self._prefill(prefill)
-        if work.decode:
-            self._decode(work.decode)
+        self._recorder.spend("schedule", perf_counter() - began)
+        self._recorder.steps += 1
+        self._rounds.admit(work.admitted)
+        self._rounds.prefill(work.prefill)
+        self._rounds.decode(work.decode, self._scheduler.waiting)
 
     def stream(self, handle: Handle) -> Iterator[Piece]:
         """Step until the request is done, yielding its tokens and text as they come.
 
         The request stays known until `result` or `forget` is called; a caller who stops listening early and wants no
         more of it should `cancel` it.
+
+        Raises:
+            ServingError: the request failed.
         """
         sequence = self._sequence(handle)
         while True:
             piece = sequence.take()
             if piece is not None:
                 yield piece
+            elif sequence.error is not None:
+                raise sequence.error
             elif sequence.finished:
                 return
             else:
                 self.step()
 
+    def take(self, handle: Handle) -> Piece | None:
+        """What came of a request since the last `take`, without a step; None if nothing did."""
+        return self._sequence(handle).take()
+
+    def finished(self, handle: Handle) -> FinishReason | None:
+        """How the request ended; None while it waits or runs."""
+        return self._sequence(handle).finished
+
     def result(self, handle: Handle) -> Result:
-        """Step until the request is done; its result. The engine then forgets the request."""
+        """Step until the request is done; its result. The engine then forgets the request.
+
+        Raises:
+            ServingError: the request failed.
+        """
         sequence = self._sequence(handle)
         while not sequence.finished:
             self.step()
         del self._sequences[handle.id]
+        if sequence.error is not None:
+            raise sequence.error
         return sequence.result()
 
     def cancel(self, handle: Handle) -> None:
         """End a request now; its slot is free for the next step. What it has produced stays its result."""
-        sequence = self._sequence(handle)
-        if not sequence.finished:
-            self._finish(handle.id, sequence, "cancelled")
+        if not self._sequence(handle).finished:
+            self._finish(handle.id, "cancelled", None)
 
     def forget(self, handle: Handle) -> None:
         """Cancel a request if it still runs, and drop what it produced. Does nothing for one already forgotten."""
@@ -139,10 +235,26 @@ class Engine:
             self.cancel(handle)
             del self._sequences[handle.id]
 
+    def drain(self) -> None:
+        """Step until no request is waiting or running."""
+        self._require_open()
+        while not self.idle:
+            self.step()
+
+    def stats(self) -> EngineStats:
+        """What the engine has done since it was opened, and its present load."""
+        return self._recorder.freeze(
+            waiting=self._scheduler.waiting,
+            running=self._scheduler.running,
+            free_slots=self._scheduler.slots.free_count,
+            break_even=self._policy.break_even(),
+        )
+
     def close(self) -> None:
         """Release engines and state. The engine serves nothing afterwards."""
         self._closed = True
         self._sequences.clear()
+        self._deadlines.clear()
         self._session.close()
 
     def __enter__(self) -> Engine:
@@ -167,96 +279,18 @@ class Engine:
             )
         return self._sequences[handle.id]
 
-    def _prefill(self, work: PrefillWork) -> None:
-        began = perf_counter()
-        sequence, ring = self._sequences[work.request_id], self._slots.ring(work.slot)
-        prompt = sequence.request.prompt_ids
-        end = work.start + work.count
-        start, slot = np.array([work.start]), np.array([work.slot])
-        out = self._session.prefill(np.array([prompt[work.start : end]]), start, slot)
-        ring.prefilled(work.start, work.count)
-        # Chunks that leave the window before the first draft are not worth their seeding.
-        if sequence.speculates and end > len(prompt) - self._slots.window:
-            self._session.seed(start, slot)
-            ring.seeded(work.start, work.count)
-        inside = perf_counter()
-        sequence.recorder.prefill += inside - began
-        if end == len(prompt):
-            _, token = sequence.accept(NO_DRAFTS, out.argmax[0], out.logits[0], end - 1)
-            self._commit(work.request_id, sequence, NO_DRAFTS, token, None)
-            sequence.recorder.host += perf_counter() - inside
+    def _expire(self) -> None:
+        if self._deadlines:
+            now = self._clock()
+            for request_id in [request_id for request_id, end in self._deadlines.items() if end <= now]:
+                self._finish(request_id, "deadline", None)
 
-    def _decode(self, rows: tuple[DecodeWork, ...]) -> None:
-        began = perf_counter()
-        sequences = [self._sequences[row.request_id] for row in rows]
-        rings = [self._slots.ring(row.slot) for row in rows]
-        proposals, draft_time = self._propose(rows, sequences, rings)
-
-        ids = np.zeros((len(rows), 1 + max(len(p.ids) for p in proposals)), np.int64)
-        for i, (sequence, proposal) in enumerate(zip(sequences, proposals, strict=True)):
-            ids[i, : 1 + len(proposal.ids)] = [sequence.bonus, *proposal.ids]
-        start = np.array([ring.start_pos for ring in rings])
-        before = perf_counter()
-        out = self._session.verify(ids, start, np.array([row.slot for row in rows]))
-        verify_time = perf_counter() - before
-
-        for i, (row, sequence, ring, proposal) in enumerate(zip(rows, sequences, rings, proposals, strict=True)):
-            accepted, token = sequence.accept(proposal, out.argmax[i], out.logits[i], ring.start_pos)
-            ring.verified(len(proposal.ids), accepted)
-            self._commit(row.request_id, sequence, proposal, token, accepted)
-        host = perf_counter() - began - draft_time - verify_time
-        for sequence in sequences:
-            sequence.recorder.draft += draft_time
-            sequence.recorder.verify += verify_time
-            sequence.recorder.host += host
-
-    def _propose(
-        self, rows: tuple[DecodeWork, ...], sequences: list[Sequence], rings: list[RingState]
-    ) -> tuple[list[Proposal], float]:
-        """What each row has verified this round, and the seconds the draft call took.
-
-        One call drafts for every row that may, as many slots as the most that any of them may propose.
-        """
-        proposals = [NO_DRAFTS] * len(rows)
-        caps = [sequence.draft_cap() for sequence in sequences]
-        drafting = [i for i, cap in enumerate(caps) if cap > 0]
-        if not drafting:
-            return proposals, 0.0
-        slots = max(caps)
-        windows = [rings[i].draft_window() for i in drafting]
-        uniforms = np.zeros((len(drafting), slots), np.float32)
-        for k, i in enumerate(drafting):
-            if not sequences[i].sampling.greedy:
-                uniforms[k] = sequences[i].draft_uniforms(windows[k].start_pos, slots)
-        before = perf_counter()
-        block = self._session.draft(
-            bonus=np.array([sequences[i].bonus for i in drafting]),
-            start=np.array([window.start_pos for window in windows]),
-            valid_len=np.array([window.valid_len for window in windows]),
-            new_len=np.array([window.new_len for window in windows]),
-            slot=np.array([rows[i].slot for i in drafting]),
-            temperature=np.array([sequences[i].sampling.temperature for i in drafting], np.float32),
-            uniforms=uniforms,
-        )
-        seconds = perf_counter() - before
-        for k, i in enumerate(drafting):
-            rings[i].drafted()
-            confidence = None if block.confidence_logits is None else block.confidence_logits[k]
-            n = proposal_length(confidence, sequences[i].threshold, caps[i])
-            proposals[i] = Proposal(block.ids[k, :n].tolist(), None if block.q is None else block.q[k, :n])
-        return proposals, seconds
-
-    def _commit(
-        self, request_id: int, sequence: Sequence, proposal: Proposal, token: int, accepted: int | None
-    ) -> None:
-        """Emit a round's tokens (a prefill's when `accepted` is None), and end the request where they say so."""
-        reason = sequence.emit(proposal, token, accepted)
-        if reason is not None:
-            self._finish(request_id, sequence, reason)
-
-    def _finish(self, request_id: int, sequence: Sequence, reason: Literal["stop", "length", "cancelled"]) -> None:
-        sequence.finish(reason)
-        self._scheduler.finish(request_id)
+    def _finish(self, request_id: int, reason: FinishReason, error: DSparkError | None) -> None:
+        self._sequences[request_id].finish(reason, error)
+        # After an error nobody knows what the slot holds.
+        self._scheduler.finish(request_id, keep=error is None)
+        self._deadlines.pop(request_id, None)
+        self._recorder.finished[reason] += 1
 
 
 def _check_threads(threads: object) -> None:
@@ -270,3 +304,8 @@ def _check_threads(threads: object) -> None:
             found=repr(threads),
             remedy="Leave it out",
         )
+
+
+def _check_count(name: str, value: object) -> None:
+    if type(value) is not int or value < 1:
+        raise RequestError(name, "not a count", expected="an integer ≥ 1", found=repr(value), remedy="Leave it out")

@@ -71,3 +71,11 @@ class BackendUnavailable(DSparkError):
 
 class RequestError(DSparkError):
     """A request (or a single draft or verify call) that the engine can't serve."""
+
+
+class QueueFull(RequestError):
+    """A request that came while as many were waiting as the engine lets wait: try again later."""
+
+
+class ServingError(DSparkError):
+    """A request that failed while it was served; ``__cause__`` is what was raised. Other requests go on."""

@@ -16,13 +16,20 @@ from typing import NoReturn, TypeVar
 from runtime.errors import BundleError
 from runtime.version import DISTRIBUTION
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST_NAME = "manifest.json"
 REPORT_NAME = "report.json"
 TOKENIZER_FILE = "tokenizer/tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer/tokenizer_config.json"
-OUTSIDE_IDENTITY = (REPORT_NAME,)
-"""Files a bundle may hold that its identity doesn't cover: they differ from build to build."""
+PACKED_NAME = "packed"
+"""The directory that a machine keeps its packed weights in."""
+
+
+def outside_identity(name: str) -> bool:
+    """Whether a bundle's identity leaves a file out, by its path relative to the bundle: it differs from build to build
+    or from machine to machine."""
+    return name == REPORT_NAME or name.partition("/")[0] == PACKED_NAME
+
 
 _JSON_NAMES = {
     dict: "an object",
@@ -56,6 +63,11 @@ class Limits:
     max_seq_len: int
     block_size: int
     prefill_chunk: int
+
+    @property
+    def tap_rows(self) -> int:
+        """Tap rows a slot keeps until its ring takes them in: a prefill chunk, or some undrafted rounds."""
+        return max(self.prefill_chunk, self.block_size + 1)
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,18 @@
-"""What a caller asks of the engine, and what comes back."""
+"""What a caller asks of the engine."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Literal, TypeGuard, cast
+from typing import TypeGuard, cast
 
 from runtime.errors import RequestError
 from runtime.manifest import REBUILD, Limits
 from runtime.sampling import SamplingParams, number
 
-FinishReason = Literal["stop", "length", "cancelled"]
+MAX_LOGPROBS = 64
+"""Most alternatives reported a token."""
 
 _DEFAULT = "Leave it out (None) for the bundle's default"
 
@@ -31,6 +32,11 @@ class Request:
         max_draft: most drafts a round, 0 … block size; None takes the bundle's default.
         confidence_threshold: drafts are cut before the first confidence below it, in [0, 1]; None takes the bundle's
             default.
+        adaptive: False verifies `max_draft` drafts a round, whatever they cost; True lets the engine's policy propose
+            fewer where they don't pay. A request that draws with a seed of its own by rejection sampling is never
+            adaptive: its tokens depend on the proposal lengths, which must not depend on clock or load.
+        logprobs: report each token's log-probability and that of so many likeliest alternatives; None reports none.
+        deadline: seconds after its submission at which the request ends, whatever it has by then; None waits for ever.
         draw_stream: tells requests of the same seed apart in the random numbers, 0 … 2⁶⁴-1.
 
     Raises:
@@ -46,6 +52,9 @@ class Request:
     speculate: bool = True
     max_draft: int | None = None
     confidence_threshold: float | None = None
+    adaptive: bool = True
+    logprobs: int | None = None
+    deadline: float | None = None
     draw_stream: int = 0
 
     def __post_init__(self) -> None:
@@ -64,11 +73,11 @@ class Request:
                 "wrong type",
                 expected="SamplingParams",
                 found=type(self.sampling).__name__,
-                remedy="Pass runtime.SamplingParams(temperature, top_p, seed)",
+                remedy="Pass runtime.SamplingParams(temperature=…, seed=…)",
             )
         put("stop", stop_strings(self.stop))
         put("stop_token_ids", token_ids("stop_token_ids", self.stop_token_ids))
-        for name in ("ignore_eos", "speculate"):
+        for name in ("ignore_eos", "speculate", "adaptive"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(
                     name,
@@ -90,6 +99,21 @@ class Request:
                     remedy=_DEFAULT,
                 )
             put("confidence_threshold", float(threshold))
+        if self.logprobs is not None:
+            remedy = "Leave it out (None) for no log-probabilities"
+            put("logprobs", _integer("logprobs", self.logprobs, remedy))
+            if self.logprobs > MAX_LOGPROBS:
+                raise RequestError(
+                    "logprobs", "out of range", expected=f"0 … {MAX_LOGPROBS}", found=self.logprobs, remedy=remedy
+                )
+        if self.deadline is not None:
+            remedy = "Leave it out (None) to wait for ever"
+            deadline = number("deadline", self.deadline, remedy)
+            if deadline <= 0:
+                raise RequestError(
+                    "deadline", "out of range", expected="seconds above 0", found=repr(deadline), remedy=remedy
+                )
+            put("deadline", deadline)
         remedy = "Number the requests of a seed from 0"
         put("draw_stream", _integer("draw_stream", self.draw_stream, remedy))
         if self.draw_stream >= 2**64:
@@ -122,6 +146,7 @@ class Request:
                     found=outside,
                     remedy="Take the ids from the target's own tokenizer",
                 )
+        self.sampling.check(vocab_size)
         if self.max_draft is not None and self.max_draft > limits.block_size:
             raise RequestError(
                 "max_draft",
@@ -130,86 +155,6 @@ class Request:
                 found=self.max_draft,
                 remedy=_DEFAULT,
             )
-
-
-@dataclass(frozen=True)
-class Seconds:
-    """Wall time of a request by stage. `host` is what its steps took outside the inference library."""
-
-    prefill: float
-    draft: float
-    verify: float
-    host: float
-
-
-@dataclass(frozen=True)
-class Stats:
-    """How a request went.
-
-    `rounds` is the number of verify calls; `proposed` and `accepted` hold each round's drafts. `tokens_per_round` is τ:
-    tokens emitted by rounds (not by the prefill) over rounds, 0 without rounds. ``acceptance_by_position[j]`` is, of
-    the rounds that proposed a draft j, the share that accepted it.
-    """
-
-    rounds: int
-    proposed: list[int]
-    accepted: list[int]
-    tokens_per_round: float
-    acceptance_by_position: list[float]
-    seconds: Seconds
-
-
-@dataclass(frozen=True)
-class Result:
-    """What was generated: `text` without the stop, `token_ids` with it. `text` is empty for an engine without a
-    tokenizer."""
-
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason
-    stats: Stats
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Tokens after the first (the prefill's) over the seconds their rounds took; 0 without rounds."""
-        seconds = self.stats.seconds
-        spent = seconds.draft + seconds.verify + seconds.host
-        return (len(self.token_ids) - 1) / spent if self.stats.rounds and spent > 0 else 0.0
-
-
-@dataclass
-class StatsRecorder:
-    """Collects the `Stats` of a running request; the engine adds seconds to the fields of the stages."""
-
-    proposed: list[int] = field(default_factory=list)
-    accepted: list[int] = field(default_factory=list)
-    emitted: int = 0
-    prefill: float = 0.0
-    draft: float = 0.0
-    verify: float = 0.0
-    host: float = 0.0
-
-    def round(self, proposed: int, accepted: int, emitted: int) -> None:
-        """Note one verify call: drafts proposed and accepted, tokens emitted."""
-        self.proposed.append(proposed)
-        self.accepted.append(accepted)
-        self.emitted += emitted
-
-    def freeze(self) -> Stats:
-        rounds = len(self.proposed)
-        # Position by position, over the rounds that reached it: both lists are short, and this runs once a request.
-        by_position = [
-            sum(a > j for a in self.accepted) / sum(n > j for n in self.proposed)
-            for j in range(max(self.proposed, default=0))
-        ]
-        return Stats(
-            rounds=rounds,
-            proposed=list(self.proposed),
-            accepted=list(self.accepted),
-            tokens_per_round=self.emitted / rounds if rounds else 0.0,
-            acceptance_by_position=by_position,
-            seconds=Seconds(self.prefill, self.draft, self.verify, self.host),
-        )
 
 
 def stop_strings(value: str | Sequence[str] | None) -> tuple[str, ...]:

@@ -1,25 +1,15 @@
-"""Sampling parameters, the probabilities they make of logits, and counter-based random numbers.
-
-A random number is a pure function of (seed, request, position, purpose): the same whatever the order of calls, the
-batch, the slot or the neighbours. That is what makes a seeded request repeatable in a busy engine.
-"""
+"""How a request wants its tokens chosen. What the parameters make of logits is in `runtime.distribution`."""
 
 from __future__ import annotations
 
 import math
-import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import IntEnum
-from typing import Any
+from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from runtime.errors import RequestError
-
-Float = NDArray[np.floating]
-Float32 = NDArray[np.float32]
-Float64 = NDArray[np.float64]
 
 MIN_TEMPERATURE = 1e-5
 """Least temperature above 0. Far below it ``1/T`` leaves float32, and what is meant is the argmax: temperature 0."""
@@ -27,233 +17,174 @@ MIN_TEMPERATURE = 1e-5
 MAX_TEMPERATURE = 1e5
 """Above it the distribution is uniform over the vocabulary for every model."""
 
+MAX_REPETITION_PENALTY = 1e3
+"""Greatest repetition penalty, and the inverse of the least: logits stay within float32."""
+
+MAX_BIAS = 1e6
+"""Most that a bias may add or take: far above it float32 has no digits left for the logit itself."""
+
+Coupling = Literal["rejection", "gumbel"]
+COUPLINGS: tuple[Coupling, ...] = ("rejection", "gumbel")
+
 _WORD = 2**64
 _GREEDY = "Use 0 for the likeliest token"
 _NO_CUT = "Use 1 for no cut"
+_NO_PENALTY = "Use 0 for no penalty"
 _ANY_SEED = "Use None for a seed that the engine chooses"
+_BIAS = "Pass {token id: what is added to its logit}, -inf to forbid the token"
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are chosen.
+    """How tokens are chosen. What is set applies in this order, which is that of vLLM's sampler:
 
-    `temperature` 0 takes the argmax (`greedy`), else logits are divided by it. `top_p` keeps the smallest set of tokens
-    whose probabilities reach it. `seed` (0 … 2⁶⁴-1) fixes the random numbers; None lets the engine choose a seed.
+    1. `logit_bias`: added to the logits of these ids; ``-inf`` forbids one. A mapping of id to bias; kept as pairs,
+       sorted by id, without biases of 0.
+    2. `repetition_penalty` r: logits of tokens of prompt or output are divided by r if positive, else multiplied by it
+       (Keskar et al. 2019, as in Hugging Face's processor). 1 for none.
+    3. `frequency_penalty` f and `presence_penalty` s, each -2 … 2: ``f·count + s·[count > 0]`` is taken from a token
+       that the output has `count` times; the prompt doesn't count (OpenAI's API reference). 0 for none.
+    4. `temperature`: 0 takes the argmax (`greedy`), else logits are divided by it.
+    5. `min_p`: tokens less probable than `min_p` times the likeliest one are dropped (Nguyen et al. 2024). 0 for none.
+    6. `top_k`: the k likeliest of the rest stay (Fan et al. 2018). 0 keeps all.
+    7. `top_p`: the smallest set of the rest whose probabilities, normalised again, reach it stays (Holtzman et al.
+       2020). 1 keeps all.
+
+    Of equals, `top_k` and `top_p` take the lower ids, as the argmax does.
+
+    `seed` (0 … 2⁶⁴-1) fixes the random numbers; None lets the engine choose a seed. `coupling` says how drafts are
+    verified when sampling: by ``"rejection"``, which accepts most, or by ``"gumbel"``, where drafter and target draw
+    with the same noise, so that the tokens are those of plain decoding with the same seed.
 
     Raises:
-        RequestError: a value that isn't a number of its range (booleans and NaN included).
+        RequestError: a value that isn't of its type (booleans and NaN are no numbers) or outside its range.
     """
 
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int | None = None
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
+    coupling: Coupling = "rejection"
 
     def __post_init__(self) -> None:
-        temperature = number("temperature", self.temperature, _GREEDY)
-        if temperature != 0 and not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
-            raise RequestError(
-                "temperature",
-                "out of range",
-                expected=f"0 (greedy) or {MIN_TEMPERATURE:g} … {MAX_TEMPERATURE:g}",
-                found=temperature,
-                remedy=_GREEDY,
-            )
-        top_p = number("top_p", self.top_p, _NO_CUT)
-        if not 0 < top_p <= 1:
-            raise RequestError("top_p", "out of range", expected="above 0, at most 1", found=top_p, remedy=_NO_CUT)
+        def put(name: str, value: object) -> None:
+            object.__setattr__(self, name, value)
+
+        put("temperature", _temperature(self.temperature))
+        tiny = math.nextafter(0, 1)
+        put("top_p", _within("top_p", self.top_p, tiny, 1, _NO_CUT, "above 0, at most 1"))
         if self.seed is not None:
-            if isinstance(self.seed, bool) or not isinstance(self.seed, int | np.integer):
-                raise RequestError(
-                    "seed", "not an integer", expected="an integer or None", found=repr(self.seed), remedy=_ANY_SEED
-                )
-            if not 0 <= self.seed < _WORD:
-                raise RequestError("seed", "out of range", expected="0 … 2^64-1", found=self.seed, remedy=_ANY_SEED)
-            object.__setattr__(self, "seed", int(self.seed))
-        object.__setattr__(self, "temperature", temperature)
-        object.__setattr__(self, "top_p", top_p)
+            put("seed", _integer("seed", self.seed, "0 … 2^64-1", _ANY_SEED, high=_WORD - 1))
+        put("top_k", _integer("top_k", self.top_k, "0 or more", "Use 0 for no cut"))
+        put("min_p", _within("min_p", self.min_p, 0, 1, "Use 0 for no cut"))
+        most = MAX_REPETITION_PENALTY
+        penalty = _within("repetition_penalty", self.repetition_penalty, 1 / most, most, "Use 1 for no penalty")
+        put("repetition_penalty", penalty)
+        for name in ("presence_penalty", "frequency_penalty"):
+            put(name, _within(name, getattr(self, name), -2, 2, _NO_PENALTY))
+        put("logit_bias", _bias(self.logit_bias))
+        if self.coupling not in COUPLINGS:
+            raise RequestError(
+                "coupling",
+                "not a coupling",
+                expected=" or ".join(COUPLINGS),
+                found=repr(self.coupling),
+                remedy="Use rejection, or gumbel for the tokens of plain decoding",
+            )
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
 
+    @property
+    def plain(self) -> bool:
+        """Whether logits are used as they are: no bias, no penalty."""
+        return not (self.logit_bias or self.penalises)
 
-def probabilities(logits: Float32, params: SamplingParams) -> Float32:
-    """Return the probabilities that `params` makes of `logits`: temperature, then top_p.
+    @property
+    def penalises(self) -> bool:
+        """Whether a token's logit depends on the tokens before it beyond the model."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
-    Args:
-        logits: float32 ``[V]``; -inf forbids a token.
-        params: not greedy.
+    def check(self, vocab_size: int) -> None:
+        """Refuse what a vocabulary of this size can't serve.
 
-    Returns:
-        float32 ``[V]``, sums to 1; a new array.
-
-    Raises:
-        RequestError: greedy parameters, or logits that aren't numbers (NaN, +inf, or all -inf).
-    """
-    if params.greedy:
-        raise RequestError(
-            "temperature", "a greedy request has no distribution", expected="above 0", found=0, remedy="Take the argmax"
-        )
-    best = logits.max()
-    if not math.isfinite(best):
-        raise RequestError(
-            "logits",
-            "the largest one is not a number",
-            expected="a finite value",
-            found=best,
-            remedy="Check the bundle with python -m runtime validate DIR",
-        )
-    with np.errstate(over="ignore"):  # a difference beyond float32 is -inf, and its exp 0, as it should be
-        p = logits - best  # before the division, so that the largest term is exp(0)
-        p /= np.float32(params.temperature)
-    np.exp(p, out=p)
-    p /= p.sum()
-    return p if params.top_p >= 1 else _nucleus(p, params.top_p)
-
-
-def _nucleus(p: Float32, top_p: float) -> Float32:
-    """Return p cut to the smallest set of tokens with cumulative probability ≥ `top_p`, normalised again.
-
-    Of equal probabilities the lower id comes first. Only the values are sorted, and only the probable ones: those above
-    a falling bar are the head of the sorted vocabulary, so the result is that of the full sort of ids, which takes
-    milliseconds for 50k entries.
-    """
-    bar = float(p.max())
-    while True:
-        bar = bar * 2.0**-8 if bar > 2.0**-40 else 0.0
-        head = np.sort(p[p > bar])[::-1]
-        cumulative = np.cumsum(head, dtype=np.float64)
-        if cumulative[-1] >= top_p or bar == 0:
-            break
-    # Where rounding keeps the whole sum below top_p, everything stays.
-    count = min(int(np.searchsorted(cumulative, top_p, side="left")) + 1, len(head))
-    least = head[count - 1]
-    kept = p > least
-    ties = np.flatnonzero(p == least)
-    kept[ties[: count - np.count_nonzero(kept)]] = True
-    out = np.where(kept, p, np.float32(0))
-    out /= out.sum()
-    return out
-
-
-_DRAW_BLOCK = 512
-
-
-def draw(p: Float, u: float) -> int:
-    """Return the token that the uniform `u` picks from `p` by inverse CDF; never one of probability 0.
-
-    The first index whose cumulative sum *exceeds* ``u·total``: there the sum has just grown, so p > 0; and one exists,
-    since ``u·total < total`` for every u < 1 that `uniforms` gives. p need not be normalised exactly, the total is its
-    own sum. Sums are float64, first over blocks, then within the block found: a tenth of the time of one long running
-    sum.
-
-    Args:
-        p: float ``[V]``, ≥ 0.
-        u: in [0, 1).
-
-    Raises:
-        RequestError: p without mass (or with NaN), u outside its range.
-    """
-    if not 0 <= u < 1:
-        raise RequestError(
-            "u", "not a uniform number", expected="in [0, 1)", found=u, remedy="Take it from runtime.sampling.uniforms"
-        )
-    coarse = np.add.reduceat(p, np.arange(0, len(p), _DRAW_BLOCK), dtype=np.float64).cumsum()
-    total = float(coarse[-1])
-    if not 0 < total < math.inf:
-        raise RequestError(
-            "p",
-            "a distribution without finite mass",
-            expected="a positive sum",
-            found=total,
-            remedy="Take it from runtime.sampling.probabilities",
-        )
-    point = u * total
-    block = int(np.searchsorted(coarse, point, side="right"))
-    start = block * _DRAW_BLOCK
-    part = p[start : start + _DRAW_BLOCK]
-    fine = np.cumsum(part, dtype=np.float64)
-    index = int(np.searchsorted(fine, point - (coarse[block - 1] if block else 0.0), side="right"))
-    if index == len(part):  # the two ways of summing the block differ in the last bit, and the point lies between
-        index = int(np.flatnonzero(part)[-1])
-    return start + index
-
-
-class Purpose(IntEnum):
-    """What a random number is for; part of its key, so that the streams are independent. Values are part of a seed's
-    meaning: never renumber."""
-
-    DRAFT = 0
-    ACCEPT = 1
-    FINAL = 2
-
-
-class _Philox(threading.local):
-    """One reusable Philox generator a thread: making one costs ten times as much as setting its state."""
-
-    def __init__(self) -> None:
-        self.key = np.zeros(2, np.uint64)
-        self.counter = np.zeros(4, np.uint64)
-        self.bits = np.random.Philox(key=self.key)
-        # buffer_pos 4: the buffer is used up, the next value comes from the counter.
-        self.state: Any = {
-            "bit_generator": "Philox",
-            "state": {"counter": self.counter, "key": self.key},
-            "buffer": np.zeros(4, np.uint64),
-            "buffer_pos": 4,
-            "has_uint32": 0,
-            "uinteger": 0,
-        }
-
-    def raw(self, seed: int, request: int, position: int, purpose: int, n: int) -> NDArray[np.uint64]:
-        key, counter = self.key, self.counter
-        try:
-            key[0], key[1] = seed, request
-            # Word 0 counts blocks of four values, upwards from here: n values never run into another key's.
-            counter[0], counter[1], counter[2] = 0, position, purpose
-        except (OverflowError, TypeError) as error:
+        Raises:
+            RequestError: a bias on an id outside the vocabulary, or on all of it to forbid it.
+        """
+        bias = dict(self.logit_bias)
+        outside = next((token for token in bias if token >= vocab_size), None)
+        if outside is not None:
             raise RequestError(
-                "random numbers",
-                "the key is made of words",
-                expected="seed, request, position and purpose in 0 … 2^64-1",
-                found=(seed, request, position, purpose),
-                remedy="Choose a seed and a draw_stream in that range",
-            ) from error
-        self.bits.state = self.state
-        words: NDArray[np.uint64] = self.bits.random_raw(n)
-        return words
+                "logit_bias",
+                "an id outside the vocabulary",
+                expected=f"0 … {vocab_size - 1}",
+                found=outside,
+                remedy="Take the ids from the target's own tokenizer",
+            )
+        if len(bias) == vocab_size and max(bias.values()) == -math.inf:
+            raise RequestError("logit_bias", "every token is forbidden", remedy="Leave at least one")
 
 
-_philox = _Philox()
+def _temperature(value: object) -> float:
+    temperature = number("temperature", value, _GREEDY)
+    if temperature != 0 and not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
+        raise RequestError(
+            "temperature",
+            "out of range",
+            expected=f"0 (greedy) or {MIN_TEMPERATURE:g} … {MAX_TEMPERATURE:g}",
+            found=temperature,
+            remedy=_GREEDY,
+        )
+    return temperature
 
 
-def uniforms(seed: int, request: int, position: int, purpose: Purpose, n: int = 1) -> Float64:
-    """Return `n` uniforms in [0, 1), float64 ``[n]`` on the grid 2⁻⁵³, for draws on the host.
+def _bias(value: object) -> tuple[tuple[int, float], ...]:
+    # Pairs are what a copy of parameters (dataclasses.replace) passes in.
+    if not isinstance(value, Mapping | tuple):
+        raise RequestError("logit_bias", "wrong type", expected="a mapping", found=type(value).__name__, remedy=_BIAS)
+    try:
+        entries = dict(value)
+    except (TypeError, ValueError):
+        raise RequestError(
+            "logit_bias", "wrong type", expected="a mapping", found="a tuple of other things than pairs", remedy=_BIAS
+        ) from None
+    biases = {}
+    for key, bias in entries.items():
+        token = _integer("logit_bias", key, "ids of 0 or more", _BIAS)
+        name = f"logit_bias[{token}]"
+        forbidden = isinstance(bias, float | np.floating) and bias == -math.inf
+        biases[token] = -math.inf if forbidden else _within(name, bias, -MAX_BIAS, MAX_BIAS, _BIAS)
+    return tuple(sorted((token, bias) for token, bias in biases.items() if bias != 0))
 
-    Philox4x64-10 (Salmon et al., SC 2011) with key (seed, request) and counter (block, position, purpose, 0). The first
-    k of n values are the values for n = k. `position` is any number that a request uses once for a purpose: a round's
-    start_pos.
 
-    Raises:
-        RequestError: a part of the key outside 0 … 2⁶⁴-1.
-    """
-    words = _philox.raw(seed, request, position, purpose, n) >> np.uint64(11)
-    return words.astype(np.float64) * np.float64(2.0**-53)
+def _within(name: str, value: object, low: float, high: float, remedy: str, expected: str | None = None) -> float:
+    found = number(name, value, remedy)
+    if not low <= found <= high:
+        expected = f"{low:g} … {high:g}" if expected is None else expected
+        raise RequestError(name, "out of range", expected=expected, found=found, remedy=remedy)
+    return found
 
 
-def uniforms32(seed: int, request: int, position: int, purpose: Purpose, n: int = 1) -> Float32:
-    """Return the same numbers as `uniforms`, cut to float32 ``[n]`` on the grid 2⁻²³, for draws inside a graph.
-
-    2⁻²³ and not 2⁻²⁴, though float32 can hold that: the largest u is then 1 - 2⁻²³, and ``u·total`` lies at least a
-    whole unit in the last place below `total`, in every rounding mode and with fused arithmetic. So an inverse CDF in
-    float32 finds a token with a cumulative sum above it. On a finer grid (or with float64 numbers rounded to float32,
-    where u becomes 1) it may not.
-    """
-    words = _philox.raw(seed, request, position, purpose, n) >> np.uint64(41)
-    return words.astype(np.float32) * np.float32(2.0**-23)
+def _integer(name: str, value: object, expected: str, remedy: str, high: float = math.inf) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise RequestError(name, "not an integer", expected="an integer", found=repr(value), remedy=remedy)
+    if not 0 <= value <= high:
+        raise RequestError(name, "out of range", expected=expected, found=value, remedy=remedy)
+    return int(value)
 
 
 def number(name: str, value: object, remedy: str) -> float:
+    """Return `value` as a float; `name` is the argument that errors name.
+
+    Raises:
+        RequestError: something that is no finite number, booleans included.
+    """
     if isinstance(value, bool | np.bool_) or not isinstance(value, int | float | np.integer | np.floating):
         raise RequestError(name, "not a number", expected="a finite number", found=repr(value), remedy=remedy)
     try:

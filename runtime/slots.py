@@ -1,13 +1,15 @@
-"""Slots and what their rings hold: the bookkeeping behind `start`, `new_len` and `valid_len` of every call.
+"""Slots and what they hold: the bookkeeping behind `start`, `new_len`, `valid_len` and `tap_row` of every call.
 
-Model-free. A slot is an index into every state buffer (target K/V, drafter ring, taps); one more, `SlotTable.scratch`,
-takes padding rows. The ring keeps K/V of position p in row ``p mod W`` and never says which positions it really holds:
-that is `RingState`, and a wrong count there shows the drafter rows of another request or of a rejected token.
+Model-free. A slot is an index into every state buffer (target cache, drafter ring, tap rows); one more,
+`SlotTable.scratch`, takes padding rows. The ring keeps K/V of position p in row ``p mod W`` and never says which
+positions it really holds: that is `SlotState`, and a wrong count there shows the drafter rows of another request or of
+a rejected token.
 """
 
 from __future__ import annotations
 
-import heapq
+from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from runtime.errors import RequestError
@@ -15,96 +17,143 @@ from runtime.errors import RequestError
 
 @dataclass(frozen=True)
 class DraftWindow:
-    """Arguments of one row of a draft call: the bonus token's position, how many tap rows of the last verify are
-    written to the ring first (positions ``start_pos-new_len … start_pos-1``), and how many ring rows are visible after
-    that write."""
+    """Arguments of one row of a draft call: the bonus token's position, how many tap rows are written to the ring first
+    (positions ``start_pos-new_len … start_pos-1``), and how many ring rows are visible after that write."""
 
     start_pos: int
     new_len: int
     valid_len: int
 
 
-class RingState:
-    """Which positions of one request are in the target's cache, in its tap rows and in its ring.
+@dataclass(frozen=True)
+class SeedWindow:
+    """Arguments of one row of a seed call: `count` tap rows that belong to positions ``start …``."""
 
-    - `start_pos`: committed tokens in the target's cache; once the prompt is in, the position of the bonus token.
+    start: int
+    count: int
+
+
+class SlotState:
+    """What one slot holds of one request.
+
+    - `ids`: the token of every row of the target's cache; once the prompt is in, all committed tokens but the bonus.
     - `first_seeded … seeded_until-1`: positions seeded into the ring, contiguous; of these the last W are still there.
-    - `pending`: tap rows of the last verify, positions ``start_pos-pending … start_pos-1``, not yet in the ring.
+    - `pending`: tap rows that the ring has not taken in, positions ``start_pos-pending … start_pos-1``.
 
-    Invariant: ``0 ≤ first_seeded ≤ seeded_until ≤ start_pos-pending ≤ start_pos``. Visible to a draft are the rows up
-    to start_pos-1 without a gap; where rows are missing (drafting was off, or a chunk wasn't seeded) the count restarts
-    after them.
+    Invariant: ``0 ≤ first_seeded ≤ seeded_until ≤ start_pos-pending ≤ start_pos``, ``pending ≤ tap_rows``. Visible to a
+    draft are the rows up to start_pos-1 without a gap; where tap rows were dropped the count restarts after them.
     """
 
-    __slots__ = ("first_seeded", "pending", "seeded_until", "start_pos", "window")
+    __slots__ = ("first_seeded", "ids", "pending", "seeded_until", "tap_rows", "window")
 
-    def __init__(self, window: int) -> None:
+    def __init__(self, window: int, tap_rows: int) -> None:
         self.window = window
-        self.start_pos = 0
+        self.tap_rows = tap_rows
+        self.ids: list[int] = []
         self.first_seeded = 0
         self.seeded_until = 0
         self.pending = 0
 
-    def prefilled(self, start: int, count: int) -> None:
-        """A prefill call has run `count` prompt ids at ``start …``; their taps are in the session, for `seeded`."""
-        if start != self.start_pos:
-            raise RequestError(
-                "prefill",
-                "a chunk goes on where the last one ended",
-                expected=f"start {self.start_pos}",
-                found=f"start {start}",
-            )
-        if count < 1:
-            raise RequestError("prefill", "an empty chunk", expected="at least 1 id", found=count)
-        self.start_pos = start + count
+    @property
+    def start_pos(self) -> int:
+        """Rows of the target's cache; once the prompt is in, the position of the bonus token."""
+        return len(self.ids)
+
+    @property
+    def tap_row(self) -> int:
+        """Where the tap rows of the next target call go: after those that wait."""
+        return self.pending
+
+    @property
+    def tap_room(self) -> int:
+        """Most ids that the next target call may run without losing a tap row; `drop_taps` or `seeded` make room."""
+        return self.tap_rows - self.pending
+
+    def drop_taps(self) -> None:
+        """Let the waiting tap rows go: nobody will draft from them. A draft then sees only what comes after them."""
         self.pending = 0
 
-    def seeded(self, start: int, count: int) -> None:
-        """A seed call has written the ring rows of the chunk ``start … start+count-1`` that was prefilled last (of a
-        chunk longer than W, the last W rows). Not calling it for a chunk is allowed: the ring then begins after that
-        chunk."""
-        if count < 1 or start < 0 or start + count != self.start_pos or self.pending:
-            raise RequestError(
-                "seed",
-                "not the chunk that was prefilled last",
-                expected=f"positions that end before {self.start_pos}",
-                found=f"{start} … {start + count - 1}",
-            )
-        self._write(start, self.start_pos)
+    def prefilled(self, ids: Sequence[int]) -> None:
+        """A prefill call has run the next `ids` of the prompt; their tap rows wait."""
+        if not ids:
+            raise RequestError("prefill", "an empty chunk", expected="at least 1 id", found=0)
+        self._ran("prefill", len(ids))
+        self.ids += ids
+        self.pending += len(ids)
 
-    def verified(self, drafts: int, accepted: int) -> None:
-        """A verify call has run the bonus and `drafts` drafts, of which `accepted` stay: positions up to
-        start_pos+accepted are committed, and their tap rows are pending. Rows that were pending before are overwritten,
-        and lost unless drafted."""
+    def verified(self, bonus: int, drafts: Sequence[int], accepted: int) -> None:
+        """A verify call has run the bonus and the drafts, of which the first `accepted` stay; their tap rows wait, and
+        what came after them is overwritten by the next call."""
         self._require_bonus("verify")
-        if not 0 <= accepted <= drafts:
-            raise RequestError("verify", "more accepted than was drafted", expected=f"0 … {drafts}", found=accepted)
-        self.pending = accepted + 1
-        self.start_pos += self.pending
+        if not 0 <= accepted <= len(drafts):
+            expected = f"0 … {len(drafts)}"
+            raise RequestError("verify", "more accepted than was drafted", expected=expected, found=accepted)
+        self._ran("verify", 1 + len(drafts))
+        self.ids += (bonus, *drafts[:accepted])
+        self.pending += 1 + accepted
+
+    def seed_window(self) -> SeedWindow:
+        """The arguments of a seed call now, for all tap rows that wait; changes nothing."""
+        return SeedWindow(self.start_pos - self.pending, self.pending)
 
     def draft_window(self) -> DraftWindow:
-        """Return the arguments of a draft call now; changes nothing.
+        """The arguments of a draft call now; changes nothing. `new_len` may exceed the B+1 that a draft takes: seed
+        first then.
 
         Raises:
             RequestError: no bonus token yet (``start_pos ≤ 0``).
         """
         self._require_bonus("draft")
-        first = (
-            self.first_seeded if self.seeded_until == self.start_pos - self.pending else self.start_pos - self.pending
-        )
+        waiting = self.start_pos - self.pending
+        first = self.first_seeded if self.seeded_until == waiting else waiting
         return DraftWindow(self.start_pos, self.pending, min(self.window, self.start_pos - first))
 
-    def drafted(self) -> None:
-        """The draft call of `draft_window` has run: the pending tap rows are in the ring."""
-        self._require_bonus("draft")
-        self._write(self.start_pos - self.pending, self.start_pos)
-        self.pending = 0
-
-    def _write(self, start: int, end: int) -> None:
-        """Positions ``start … end-1`` are in the ring from now on; older ones count only if they join on."""
+    def seeded(self) -> None:
+        """A seed or draft call has moved the waiting tap rows into the ring."""
+        start = self.start_pos - self.pending
         if start > self.seeded_until:
             self.first_seeded = start
-        self.seeded_until = end
+        self.seeded_until = self.start_pos
+        self.pending = 0
+
+    def keep(self, rows: int) -> None:
+        """Cut back to the first `rows` positions, which another request shares: later ones, in every buffer, count as
+        never written.
+
+        The rows that later positions have overwritten in the ring are gone, so what stays of it begins W before the
+        newest that was seeded.
+        """
+        if not 0 <= rows <= self.start_pos:
+            raise RequestError(
+                "prefix", "longer than what the slot holds", expected=f"0 … {self.start_pos}", found=rows
+            )
+        waiting = self.start_pos - self.pending
+        first = max(self.first_seeded, self.seeded_until - self.window)
+        self.pending = max(0, rows - waiting)
+        del self.ids[rows:]
+        self.seeded_until = min(self.seeded_until, rows)
+        self.first_seeded = min(first, self.seeded_until)
+
+    def visible_from(self, rows: int) -> int:
+        """The first position that a draft at `rows` would see after ``keep(rows)``; `rows` when it would see none."""
+        waiting = self.start_pos - self.pending
+        if rows > waiting and self.seeded_until < waiting:
+            return waiting
+        if rows > self.seeded_until and rows <= waiting:
+            return rows
+        return min(max(self.first_seeded, self.seeded_until - self.window), rows)
+
+    def copy(self) -> SlotState:
+        other = SlotState(self.window, self.tap_rows)
+        other.ids = list(self.ids)
+        other.first_seeded, other.seeded_until, other.pending = self.first_seeded, self.seeded_until, self.pending
+        return other
+
+    def _ran(self, call: str, ids: int) -> None:
+        if ids > self.tap_room:
+            raise RequestError(
+                call, "more ids than there is room for tap rows", expected=f"at most {self.tap_room}", found=ids
+            )
 
     def _require_bonus(self, call: str) -> None:
         if self.start_pos <= 0:
@@ -117,21 +166,34 @@ class RingState:
             )
 
 
-class SlotTable:
-    """Hands out slots ``0 … slots-1``, each with a fresh `RingState`; slot `scratch` (= `slots`) is never handed out.
+@dataclass(frozen=True)
+class Prefix:
+    """The longest prefix of a prompt that a slot holds: its first `rows` ids; `source` None and 0 rows without one."""
 
-    The lowest free slot goes first. A `RingState` is made anew at each hand-out, so a late call for a finished request
-    can't touch its successor.
+    source: int | None
+    rows: int
+
+
+NO_PREFIX = Prefix(None, 0)
+
+
+class SlotTable:
+    """Hands out slots ``0 … slots-1``; slot `scratch` (= `slots`) is never handed out.
+
+    A slot that was freed keeps what it holds until it is handed out again, the longest free first, so that a later
+    request with the same beginning need not compute it again. A `SlotState` is made anew at each hand-out, so a late
+    call for a finished request can't touch its successor.
     """
 
-    def __init__(self, slots: int, window: int) -> None:
-        for name, value in (("slots", slots), ("window", window)):
+    def __init__(self, slots: int, window: int, tap_rows: int) -> None:
+        for name, value in (("slots", slots), ("window", window), ("tap_rows", tap_rows)):
             if value < 1:
                 raise RequestError(name, "too small", expected="at least 1", found=value)
         self.slots = slots
         self.window = window
-        self._free = list(range(slots))
-        self._states: list[RingState | None] = [None] * slots
+        self.tap_rows = tap_rows
+        self._states: list[SlotState] = [SlotState(window, tap_rows) for _ in range(slots)]
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(slots))
 
     @property
     def scratch(self) -> int:
@@ -142,35 +204,81 @@ class SlotTable:
     def free_count(self) -> int:
         return len(self._free)
 
-    def allocate(self) -> int:
-        """Hand out a slot with nothing in it.
+    def prefix(self, prompt: list[int], *, whole_ring: bool = False) -> Prefix:
+        """The longest prefix of `prompt` that any slot holds, in use or free; short of its last id, on which the target
+        must run for the first token. Of equals one that is free, and whose holding is shortest, comes first.
+
+        With `whole_ring`, only one whose ring rows are all there: a draft after the prompt then sees what it would had
+        all of it been prefilled.
+        """
+        best, order = NO_PREFIX, (0, False, 0)
+        for slot, state in enumerate(self._states):
+            held = state.ids
+            rows = common_prefix(prompt, held, len(prompt) - 1)
+            if whole_ring and state.visible_from(rows) > max(0, len(prompt) - self.window):
+                continue
+            if rows and (rows, slot in self._free, -len(held)) > order:
+                best, order = Prefix(slot, rows), (rows, slot in self._free, -len(held))
+        return best
+
+    def allocate(self, prefix: Prefix = NO_PREFIX) -> int:
+        """Hand out a slot whose state holds `prefix`, and nothing else.
+
+        That is the very slot that holds it where nothing is lost by it (it is free, and holds no more or is next
+        anyway), and else another, to which the caller copies what `SlotState` of the source says.
 
         Raises:
             RequestError: none is free (see `free_count`).
         """
         if not self._free:
             raise RequestError("slots", "all are taken", expected="a free slot", found=f"{self.slots} in use")
-        slot = heapq.heappop(self._free)
-        self._states[slot] = RingState(self.window)
+        slot = next(iter(self._free))
+        state = SlotState(self.window, self.tap_rows)
+        if prefix.source is not None:
+            source = self._states[prefix.source]
+            if prefix.source in self._free and source.start_pos == prefix.rows:
+                slot = prefix.source
+            state = source.copy()
+            state.keep(prefix.rows)
+        del self._free[slot]
+        self._states[slot] = state
         return slot
 
-    def free(self, slot: int) -> None:
-        """Take `slot` back. Nothing is cleared: the next request starts with ``valid_len`` 0, which hides every row.
+    def free(self, slot: int, *, keep: bool = True) -> None:
+        """Take `slot` back. What it holds may serve a later prompt, unless `keep` is False: after an error nobody knows
+        what it holds.
 
         Raises:
             RequestError: the slot isn't in use, or is scratch.
         """
-        self.ring(slot)
-        self._states[slot] = None
-        heapq.heappush(self._free, slot)
+        self.state(slot)
+        if not keep:
+            self._states[slot] = SlotState(self.window, self.tap_rows)
+        self._free[slot] = None
+        # What holds nothing goes first.
+        if not self._states[slot].ids:
+            self._free.move_to_end(slot, last=False)
 
-    def ring(self, slot: int) -> RingState:
-        """Return the bookkeeping of a slot in use.
+    def state(self, slot: int) -> SlotState:
+        """The bookkeeping of a slot in use.
 
         Raises:
             RequestError: the slot isn't in use, or is scratch.
         """
-        state = self._states[slot] if 0 <= slot < self.slots else None
-        if state is None:
+        if not 0 <= slot < self.slots or slot in self._free:
             raise RequestError("slot", "not in use", expected=f"a slot handed out, of 0 … {self.slots - 1}", found=slot)
-        return state
+        return self._states[slot]
+
+
+def common_prefix(a: list[int], b: list[int], most: int) -> int:
+    """How many first items, at most `most`, two lists have in common. Halving, because comparing slices runs in C."""
+    low, high = 0, min(most, len(a), len(b))
+    if not high or a[0] != b[0]:
+        return 0
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 
 from runtime.bundle import Check, check_machine, open_bundle
 from runtime.errors import BundleError
-from runtime.manifest import REBUILD
+from runtime.manifest import REBUILD, Limits
+from runtime.randomness import gumbel
 from runtime.sessions import open_session
-from runtime.sessions.base import Session
+from runtime.sessions.base import DraftRows, SeedRows, Session, TargetRows
 
 VECTORS_NAME = "vectors.npz"
 
@@ -31,6 +32,7 @@ MARGIN, SAMPLING_MARGIN = 1e-3, 1e-4
 pick another token: ids are then not compared."""
 
 Array = NDArray[Any]
+Float32 = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ def run(path: str | PathLike[str], check: Check = "full", threads: int | None = 
     vectors = _read(bundle.file(VECTORS_NAME), manifest.models.has_confidence)
     session = open_session(bundle.path, manifest, threads)
     try:
-        return Report(tuple(_replay(session, vectors, TOLERANCE[manifest.backend.precision])))
+        return Report(tuple(_replay(session, manifest.limits, vectors, TOLERANCE[manifest.backend.precision])))
     finally:
         session.close()
 
@@ -97,7 +99,7 @@ def _read(where: Path, confidence: bool) -> dict[str, Array]:
             vectors: dict[str, Array] = {name: file[name] for name in file.files}
     except (OSError, EOFError, ValueError, zipfile.BadZipFile) as error:
         raise BundleError(where, "not readable as vectors", found=str(error), remedy=REBUILD) from error
-    each = ["temperature", "uniforms", "ids", "margin", "verify_ids", "logits"] + ["confidence"] * confidence
+    each = ["temperature", "uniforms", "noise", "ids", "margin", "verify_ids", "logits"] + ["confidence"] * confidence
     names = {"prompt", "chunks", "prefill.logits"}
     names |= {f"{r}.{name}" for r in range(_rounds(vectors)) for name in each}
     if missing := sorted(names - vectors.keys()):
@@ -109,36 +111,84 @@ def _rounds(vectors: dict[str, Array]) -> int:
     return sum(name.endswith(".inputs") for name in vectors)
 
 
-def _replay(session: Session, vectors: dict[str, Array], tolerance: float) -> list[Stage]:
+def draft_noise(factor: float, start: int, slots: int, vocab_size: int) -> Float32:
+    """The noise ``[1, slots, V]`` of a round at `start`: standard Gumbel times `factor`, or ``[1, slots, 1]`` zeros."""
+    if factor == 0:
+        return np.zeros((1, slots, 1), np.float32)
+    rows = [gumbel(0, 0, start + 1 + j, vocab_size) for j in range(slots)]
+    return (np.stack(rows) * np.float32(factor))[None]
+
+
+def _replay(session: Session, limits: Limits, vectors: dict[str, Array], tolerance: float) -> list[Stage]:
+    """Every batch's engines replay the vectors in their last row, while the other rows run something else."""
+    return [stage for batch in limits.batches for stage in _replay_batch(session, batch, vectors, tolerance)]
+
+
+def _replay_batch(session: Session, batch: int, vectors: dict[str, Array], tolerance: float) -> list[Stage]:
+    """Replay with as many rows as the batch's engines hold: slot 0 replays, the others get one id a call."""
+    others = np.arange(1, batch)
+    at_batch = f"batch {batch}: " if batch > 1 else ""
     stages = []
-    slot, at = np.array([0]), 0
+    at = 0
     for i, chunk in enumerate(vectors["chunks"].tolist()):
-        ids, start = vectors["prompt"][None, at : at + chunk], np.array([at])
-        out = session.prefill(np.ascontiguousarray(ids), start, slot)
-        stages.append(_close(f"prefill {i}", out.logits[0, -1], vectors["prefill.logits"][i], tolerance))
-        session.seed(start, slot)
+        rows = _rows(vectors["prompt"][at : at + chunk], at, others)
+        out = session.prefill(rows)
+        stages.append(_close(f"{at_batch}prefill {i}", out.logits[-1], vectors["prefill.logits"][i], tolerance))
+        session.seed(SeedRows(rows.start, rows.count, rows.slot))
         at += chunk
     for r in range(_rounds(vectors)):
-        bonus, start, valid_len, new_len = (np.array([v]) for v in vectors[f"{r}.inputs"].tolist())
-        temperature = np.array([vectors[f"{r}.temperature"]], np.float32)
-        draft = session.draft(bonus, start, valid_len, new_len, slot, temperature, vectors[f"{r}.uniforms"][None])
-        sampled = temperature[0] > 0
+        bonus, start, valid_len, new_len = vectors[f"{r}.inputs"].tolist()
+        noise = draft_noise(
+            float(vectors[f"{r}.noise"]), start, len(vectors[f"{r}.ids"]), vectors["prefill.logits"].shape[1]
+        )
+        temperature = vectors[f"{r}.temperature"]
+        uniforms = vectors[f"{r}.uniforms"][None]
+        draft = session.draft(
+            DraftRows(
+                bonus=_behind(others, 0, bonus),
+                start=_behind(others, 1, start),
+                valid_len=_behind(others, 0, valid_len),
+                new_len=_behind(others, 0, new_len),
+                slot=_behind(others, others, 0),
+                temperature=np.array([*[0.0] * len(others), temperature], np.float32),
+                uniforms=np.repeat(uniforms, batch, axis=0),
+                noise=np.concatenate([np.zeros((len(others), *noise.shape[1:]), np.float32), noise]),
+            )
+        )
+        sampled = temperature > 0
         settled = vectors[f"{r}.margin"] > (SAMPLING_MARGIN if sampled else MARGIN)
         if settled:
-            differing = int((draft.ids[0] != vectors[f"{r}.ids"]).sum())
-            stages.append(Stage(f"draft {r} ids", float(differing), 0.0))
+            differing = int((draft.ids[-1] != vectors[f"{r}.ids"]).sum())
+            stages.append(Stage(f"{at_batch}draft {r} ids", float(differing), 0.0))
         # Without settled ids, only the first slot is known to have had the same tokens before it.
         known = slice(None) if settled else slice(1)
         if draft.confidence_logits is not None:
             reference = vectors[f"{r}.confidence"]
-            stages.append(
-                _close(f"draft {r} confidence", draft.confidence_logits[0][known], reference[known], tolerance)
-            )
+            name = f"{at_batch}draft {r} confidence"
+            stages.append(_close(name, draft.confidence_logits[-1][known], reference[known], tolerance))
         if draft.q is not None:
-            stages.append(_close(f"draft {r} q", draft.q[0][known], vectors[f"{r}.q"][known], tolerance / 10))
-        out = session.verify(vectors[f"{r}.verify_ids"][None], start, slot)
-        stages.append(_close(f"verify {r}", out.logits[0], vectors[f"{r}.logits"], tolerance))
+            reference = vectors[f"{r}.q"]
+            stages.append(_close(f"{at_batch}draft {r} q", draft.q[-1][known], reference[known], tolerance / 10))
+        ids = vectors[f"{r}.verify_ids"]
+        out = session.verify(_rows(ids, start, others))
+        stages.append(_close(f"{at_batch}verify {r}", out.logits[-len(ids) :], vectors[f"{r}.logits"], tolerance))
     return stages
+
+
+def _rows(ids: Array, start: int, others: Array) -> TargetRows:
+    """The ids in slot 0, and before them id 0 at the same position of the other slots."""
+    return TargetRows(
+        ids=_behind(others, 0, ids),
+        count=_behind(others, 1, len(ids)),
+        start=_behind(others, start, start),
+        slot=_behind(others, others, 0),
+        tap_row=np.zeros(len(others) + 1, np.int64),
+    )
+
+
+def _behind(others: Array, value: int | Array, last: int | Array) -> Array:
+    """Int64: `value` for each of the other rows, then `last`."""
+    return np.concatenate([np.broadcast_to(value, len(others)), np.atleast_1d(last)]).astype(np.int64)
 
 
 def _close(name: str, found: Array, reference: Array, allowed: float) -> Stage:

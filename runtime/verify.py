@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from runtime.distribution import draw
 from runtime.errors import RequestError
-from runtime.sampling import draw
 
 Float = NDArray[np.floating]
 Int = NDArray[np.integer]
@@ -76,12 +76,29 @@ def accept_greedy(proposed: Sequence[int] | Int, argmax: Sequence[int] | Int) ->
     Raises:
         RequestError: `argmax` isn't one longer than `proposed`.
     """
-    drafts, best = _ints(proposed), _ints(argmax)
-    _require_rows("argmax", len(best), len(drafts) + 1)
-    accepted = 0
-    while accepted < len(drafts) and drafts[accepted] == best[accepted]:
-        accepted += 1
-    return accepted, best[accepted]
+    best = _ints(argmax)
+    _require_rows("argmax", len(best), len(proposed) + 1)
+    return accept_matching(proposed, best.__getitem__)
+
+
+def accept_matching(proposed: Sequence[int] | Int, token: Callable[[int], int]) -> tuple[int, int]:
+    """Return ``(accepted, next_token)`` where the target's choice needs no test against q: the longest prefix of
+    `proposed` equal to what the target itself picks, and its pick after that.
+
+    The tokens are then those of plain decoding, whatever was proposed: greedily, and for draws by Gumbel-max with noise
+    that depends on the position alone (Daliri et al. 2024).
+
+    Args:
+        proposed: the n drafts.
+        token: gives the target's pick after the bonus (0) and after each draft (1 … n), where the drafts before it
+            stand. Called once a row, in order, and only for rows that are reached.
+    """
+    drafts = _ints(proposed)
+    for i, draft in enumerate(drafts):
+        own = token(i)
+        if own != draft:
+            return i, own
+    return len(drafts), token(len(drafts))
 
 
 def acceptance_probability(p: Float, q: Float, token: int) -> float:

@@ -11,7 +11,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors.torch import load_file
 
 from builder.backends.ort_cpu import OrtCpu
@@ -21,7 +23,8 @@ from builder.profile import Profile
 from builder.spec import DrafterCheckpoint, DrafterSpec, SourceInfo, TargetCheckpoint, TargetSpec
 from builder.weights import write_weights
 from runtime.bundle import open_bundle
-from runtime.manifest import Limits, Manifest, Memory, Models, Serving, Source
+from runtime.manifest import FORMAT_VERSION, PACKED_NAME, Limits, Manifest, Memory, Models, Serving, Source
+from runtime.sessions.base import SeedRows, TargetRows
 
 GOLDEN = Path(os.environ.get("DSPARK_GOLDEN", Path(__file__).parent / "golden"))
 """The golden vectors in use."""
@@ -108,7 +111,7 @@ def _engines(
     index = write_weights(dest, target, drafter, limits)
     backend = OrtCpu(debug=debug)
     return Manifest(
-        format=1, producer="test", identity="", backend=backend.describe(), limits=limits,
+        format=FORMAT_VERSION, producer="test", identity="", backend=backend.describe(), limits=limits,
         serving=Serving(limits.block_size, 0.0),
         models=Models(
             target.spec.vocab_size, len(drafter.spec.taps) * drafter.spec.hidden_size,
@@ -132,7 +135,7 @@ def tiny_prompts(pair: str) -> list[dict[str, Any]]:
 
 def copy_bundle(bundle: Path, to: Path, files: Mapping[str, bytes | None]) -> Path:
     """A copy of a bundle with `files` replaced, added or removed (None), hashes made good again."""
-    shutil.copytree(bundle, to)
+    shutil.copytree(bundle, to, ignore=shutil.ignore_patterns(PACKED_NAME))
     for name, content in files.items():
         path = to / name
         if content is None:
@@ -155,3 +158,14 @@ class SilentProgress:
 
     def warning(self, text: str) -> None:
         self.warnings.append(text)
+
+
+def target_rows(ids: NDArray[np.int64], start: NDArray[np.int64], slot: NDArray[np.int64]) -> TargetRows:
+    """``ids[b, w]`` at positions ``start[b] …`` for a session, tap rows from the slot's first."""
+    b, w = ids.shape
+    return TargetRows(ids.reshape(-1), np.full(b, w), start, slot, np.zeros(b, np.int64))
+
+
+def seed_rows(start: NDArray[np.int64], count: int, slot: NDArray[np.int64]) -> SeedRows:
+    """`count` tap rows of each slot."""
+    return SeedRows(start, np.full(len(slot), count), slot)

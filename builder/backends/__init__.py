@@ -33,7 +33,7 @@ class BackendBuilder(Protocol):
         """The state buffers that the engines read and update."""
         ...
 
-    def loaded_bytes(self, graphs: Mapping[str, Graph], weights: WeightIndex, limits: Limits) -> int:
+    def loaded_bytes(self, graphs: Mapping[str, Graph], weights: WeightIndex) -> int:
         """What the weights of all engines occupy once they are loaded, copies that the library makes included."""
         ...
 

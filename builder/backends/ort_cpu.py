@@ -29,8 +29,8 @@ class OrtCpu:
     def compile(
         self, graphs: Mapping[str, Graph], weights: WeightIndex, limits: Limits, dest: Path
     ) -> tuple[EngineFile, ...]:
-        """One model file a graph and batch. Widths stay symbolic: the CPU gains nothing from fixed ones, and one
-        session then serves prefill and every width of verify."""
+        """One model file a graph and batch. Numbers of ids stay symbolic: the CPU gains nothing from fixed ones, and
+        one session then serves prefill and verify."""
         engines = []
         for batch in limits.batches:
             for graph in graphs.values():
@@ -60,18 +60,19 @@ class OrtCpu:
         rows = limits.max_seq_len + limits.block_size
         cache = (target.num_kv_heads, rows, target.head_dim)
         ring = (drafter.num_kv_heads, limits.window, drafter.head_dim)
-        taps = (limits.block_size + 1, len(drafter.taps) * drafter.hidden_size)
+        taps = (limits.tap_rows, len(drafter.taps) * drafter.hidden_size)
         return (
             *(StateTensor(n, "cache", cache, "float32") for n in names["target"]),
             *(StateTensor(n, "ring", ring, "float32") for n in names["seed"]),
             StateTensor("taps", "taps", taps, "float32"),
         )
 
-    def loaded_bytes(self, graphs: Mapping[str, Graph], weights: WeightIndex, limits: Limits) -> int:
-        """Each session packs the matrices of its graph anew, an lm_head besides the embedding that it equals."""
+    def loaded_bytes(self, graphs: Mapping[str, Graph], weights: WeightIndex) -> int:
+        """A graph packs its matrices, an lm_head besides the embedding that it equals; the graph's batches share them
+        (`runtime.sessions.ort_packed`)."""
         known = weights.weights
         names = [name for graph in graphs.values() for name in graph.model.graph.initializers if name in known]
-        return len(limits.batches) * sum(known[name].nbytes for name in names)
+        return sum(known[name].nbytes for name in names)
 
     def describe(self) -> Backend:
         return Backend("ort-cpu", "onnxruntime", version("onnxruntime"), "any", "f32")

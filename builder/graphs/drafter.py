@@ -109,8 +109,9 @@ class Draft(nn.Module):
     """One round for b sequences: write the accepted tap rows, run the block, draft ``s = uniforms.shape[1]`` tokens.
 
     Inputs: ``bonus[b]``, ``start[b]`` (the bonus's position), ``valid_len[b]``, ``new_len[b]``, ``slot[b]`` int64;
-    ``temperature[b]`` (0 = argmax); ``uniforms[b, s]``, s ≤ B; the taps state ``[slots+1, B+1, T·H]``; ring K and V
-    ``[slots+1, kv_heads, W, d]`` of each layer.
+    ``temperature[b]`` (0 = argmax); ``uniforms[b, s]``, s ≤ B; ``noise[b, s, V]`` or ``[b, s, 1]`` of zeros; the taps
+    state ``[slots+1, n, T·H]``, of which the first B+1 rows are read; ring K and V ``[slots+1, kv_heads, W, d]`` of
+    each layer.
 
     Outputs: ``ids[b, s]``, ``confidence_logits[b, s]`` (if there is a head), ``q[b, s, V]``, then for debugging
     ``hidden[b, B, H]``, ``base[b, s, V]``, ``corrected[b, s, V]``, then the rings.
@@ -138,6 +139,7 @@ class Draft(nn.Module):
         slot: Tensor,
         temperature: Tensor,
         uniforms: Tensor,
+        noise: Tensor,
         taps: Tensor,
         rings: list[Tensor],
     ) -> tuple[Tensor, ...]:
@@ -153,7 +155,7 @@ class Draft(nn.Module):
         drafted = hidden[:, : uniforms.shape[1]]
         base = self.lm_head(drafted)
         ids, rows, q, corrected = markov_chain(
-            self.markov.kind, base, drafted, bonus, temperature, uniforms, self.markov.weights()
+            self.markov.kind, base, drafted, bonus, temperature, uniforms, noise, self.markov.weights()
         )
         outputs = [ids]
         if self.confidence is not None:

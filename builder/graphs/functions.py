@@ -137,16 +137,17 @@ _BODIES = {
 """,
 }
 
-# What each head adds to the base logits of one slot: from `row` = W1[prev], `h` and, for rnn, `state`.
+# What each head adds to the base logits of one slot: from `row` = W1[prev], `h` and, for rnn, `state`. The noise rides
+# along in the product: one column of zeros, where there is none, then costs nothing.
 _BIAS = {
     "PlainChain": """
     row = Expand (no_rank, empty)
-    corrected = Identity (base_j)
+    corrected = Add (base_j, noise_j)
     state_out = Identity (state)
 """,
     "MarkovChain": """
     row = Gather <axis = 0> (w1, prev)
-    bias = Gemm <transB = 1> (row, w2)
+    bias = Gemm <transB = 1> (row, w2, noise_j)
     corrected = Add (base_j, bias)
     state_out = Identity (state)
 """,
@@ -156,7 +157,7 @@ _BIAS = {
     gate_logits = Gemm <transB = 1> (features, proj_w, proj_b)
     gate = Sigmoid (gate_logits)
     mixed = Mul (gate, row)
-    bias = Gemm <transB = 1> (mixed, w2)
+    bias = Gemm <transB = 1> (mixed, w2, noise_j)
     corrected = Add (base_j, bias)
     state_out = Identity (state)
 """,
@@ -172,7 +173,7 @@ _BIAS = {
     added = Mul (open, cell_value)
     state_out = Add (kept, added)
     mixed = Tanh (output)
-    bias = Gemm <transB = 1> (mixed, w2)
+    bias = Gemm <transB = 1> (mixed, w2, noise_j)
     corrected = Add (base_j, bias)
 """,
 }
@@ -222,8 +223,8 @@ def chain_statements(op_type: str, sample: bool, results: tuple[str, ...] = CHAI
   no_rank = Constant <value = float[1, 1] {{0.0}}> ()
   state_0 = Expand (no_rank, empty)
   prev_last, state_last, {", ".join(results)} = Scan <
-    num_scan_inputs = 3, scan_input_axes = [1, 1, 1], scan_output_axes = [{", ".join("1" * len(results))}],
-    body = slot (int64[B] prev, float[B, R] state, float[B, V] base_j, float[B, H] h, float[B] u)
+    num_scan_inputs = 4, scan_input_axes = [1, 1, 1, 1], scan_output_axes = [{", ".join("1" * len(results))}],
+    body = slot (int64[B] prev, float[B, R] state, float[B, V] base_j, float[B, H] h, float[B] u, float[B, N] noise_j)
       => (int64[B] id_j, float[B, R] state_out, int64[B] id_out, float[B, R] row_out, float[B, Q] q_out
           {", float[B, V] logits_out" if logits else ""})
     {{
@@ -234,7 +235,7 @@ def chain_statements(op_type: str, sample: bool, results: tuple[str, ...] = CHAI
     q_out = Identity (q_j)
     {"logits_out = Identity (corrected)" if logits else ""}
     }}
-  > (bonus, state_0, base, hidden, uniforms)
+  > (bonus, state_0, base, hidden, uniforms, noise)
 """
 
 

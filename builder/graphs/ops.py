@@ -149,6 +149,7 @@ def markov_chain(
     bonus: Tensor,
     temperature: Tensor,
     uniforms: Tensor,
+    noise: Tensor,
     weights: list[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The serial part of a draft: slot by slot, bias from the previous token, pick, go on.
@@ -157,6 +158,8 @@ def markov_chain(
         kind: ``none``, ``vanilla`` (base + W2·W1[prev]), ``gated`` (the W1 row times σ(gate([h; W1[prev]]))) or ``rnn``
             (``g, c, o = joint([s; W1[prev]; h])``, ``s ← σ(g)s + (1-σ(g))tanh(c)``, bias W2·tanh(o), s₀ = 0).
         base: ``[b, s, V]``; hidden: ``[b, s, H]``; bonus: int64 ``[b]``; temperature: ``[b]``; uniforms: ``[b, s]``.
+        noise: ``[b, s, V]``, or ``[b, s, 1]`` of zeros for none, added to the logits before a token is picked: at
+            temperature 0 with noise T·g, g standard Gumbel, that draws at temperature T.
         weights: W1 ``[V, r]``, W2 ``[V, r]``, then the gate's or joint projection's weight and bias.
 
     Returns:
@@ -167,7 +170,7 @@ def markov_chain(
     prev, state = bonus, base.new_zeros(base.shape[0], rank)
     columns: list[tuple[Tensor, ...]] = []
     for j in range(base.shape[1]):
-        row, h, logits = base.new_zeros(base.shape[0], 0), hidden[:, j], base[:, j]
+        row, h, logits = base.new_zeros(base.shape[0], 0), hidden[:, j], base[:, j] + noise[:, j]
         if weights:
             row = weights[0][prev]
             mixed = row
@@ -193,6 +196,7 @@ def _(
     bonus: Tensor,
     temperature: Tensor,
     uniforms: Tensor,
+    noise: Tensor,
     weights: list[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     b, s, vocab = base.shape
@@ -203,7 +207,7 @@ def _(
 
 # Inputs and outputs of each ONNX operator; the integer ones are named, everything else is float.
 _INTEGERS = {"start", "slot", "count", "valid_len", "bonus", "ids"}
-_CHAIN = ("base", "hidden", "bonus", "temperature", "uniforms")
+_CHAIN = ("base", "hidden", "bonus", "temperature", "uniforms", "noise")
 _CHAIN_OUT = ("ids", "rows", "q", "logits")
 SIGNATURES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "CachedAttention": (
@@ -254,8 +258,8 @@ def _export_ring_attention(q, k, v, ring_k, ring_v, start, valid_len, slot):  # 
     return _operator("RingAttention")(q, k, v, ring_k, ring_v, start, valid_len, slot)
 
 
-def _export_chain(kind, base, hidden, bonus, temperature, uniforms, weights):  # type: ignore[no-untyped-def]
-    return _operator(CHAIN_OPS[kind])(base, hidden, bonus, temperature, uniforms, *weights)
+def _export_chain(kind, base, hidden, bonus, temperature, uniforms, noise, weights):  # type: ignore[no-untyped-def]
+    return _operator(CHAIN_OPS[kind])(base, hidden, bonus, temperature, uniforms, noise, *weights)
 
 
 TRANSLATIONS: dict[Callable[..., object], Callable[..., object]] = {

@@ -15,15 +15,26 @@ from builder.passes.cpu_functions import CPU_DOMAIN, RING_ATTENTION, RING_WRITE,
 
 
 class FixBatch(GraphPass):
-    """Requires: a symbolic leading axis ``b`` on every input that isn't state. Ensures: it is `batch`."""
+    """Requires: a symbolic leading axis ``b`` on every input that isn't state. Ensures: it is `batch`.
+
+    The target's rows are packed: its products run over the ids of all rows one after another, as a single row, and only
+    attention tells rows apart. So ``ids``, ``head_rows`` and what comes of them have a leading axis of 1, and an input
+    ``count[batch]`` says how many ids each row has. No row then pays for the length of another.
+    """
 
     def __init__(self, batch: int) -> None:
         self.batch = batch
 
     def run(self, model: ir.Model) -> None:
-        for value in (*model.graph.inputs, *model.graph.outputs):
+        graph = model.graph
+        packed = graph.name == "target"
+        for value in (*graph.inputs, *graph.outputs):
             if value.shape is not None:
-                value.shape = ir.Shape([self.batch if str(d) == "b" else d for d in value.shape])
+                rows = 1 if packed and len(value.shape) > 1 else self.batch
+                value.shape = ir.Shape([rows if str(d) == "b" else d for d in value.shape])
+        if packed:
+            start = next(v for v in graph.inputs if v.name == "start")
+            graph.inputs.append(ir.Value(name="count", shape=ir.Shape([self.batch]), type=start.type))
 
 
 class SlotsToBindings(GraphPass):
@@ -31,8 +42,7 @@ class SlotsToBindings(GraphPass):
 
     Ensures: no input has a slot axis. Each state input ``x`` became ``x.row<r>`` of shape ``[1, …]`` for each row (the
     taps ``[rows, T·H]``), ``slot`` is gone, and so are the ``dspark`` operators: attention over the cache is
-    GroupQueryAttention in place, the others are functions of domain ``dspark.cpu``. The target's taps come out a row at
-    a time.
+    GroupQueryAttention in place, the others are functions of domain ``dspark.cpu``.
     """
 
     def __init__(self, batch: int) -> None:
@@ -43,6 +53,7 @@ class SlotsToBindings(GraphPass):
         self._graph = graph
         self._rows: dict[ir.Value, list[ir.Value]] = {}
         self._split: dict[ir.Value, list[ir.Value]] = {}
+        self._packed_positions: ir.Value | None = None
         states = [v for v in graph.inputs if v.shape is not None and v.shape and str(v.shape[0]) == "slots"]
         for state in states:
             self._make_rows(state)
@@ -57,10 +68,6 @@ class SlotsToBindings(GraphPass):
         slot = next(v for v in graph.inputs if v.name == "slot")
         replace_value(graph, slot, next(v for v in graph.inputs if v.name == "start"))
         graph.inputs.remove(slot)
-        if graph.name == "target":
-            taps = next(v for v in graph.outputs if v.name == "taps")
-            index = graph.outputs.index(taps)
-            graph.outputs[index : index + 1] = self._named(self._row_parts(taps), "taps.row")
         for function in [f for f in model.functions if f[0] == DOMAIN]:
             del model.functions[function]
         remove_unused(graph)
@@ -151,6 +158,7 @@ class SlotsToBindings(GraphPass):
     def _cached_attention(self, node: ir.Node) -> None:
         q, k, v, k_cache, v_cache, start, _, cos, sin = (x for x in node.inputs if x is not None)
         heads, kv_heads, head_dim = fixed_size(q, 2), fixed_size(k, 2), fixed_size(q, 3)
+        count = next(v for v in self._graph.inputs if v.name == "count")
         tape = ir.tape.Tape()
         # The operator rotates by itself only heads of a multiple of 16.
         rotates = head_dim % 16 == 0
@@ -159,11 +167,12 @@ class SlotsToBindings(GraphPass):
             packed = _common_split(q, k, v)
         else:
             tables, packed = [None, None], None
-            q, k = (self._rotated(tape, x, cos, sin, start) for x in (q, k))
-        lengths, totals = self._lengths(start)
+            positions = self._positions(start, count)
+            q, k = (self._rotated(tape, x, cos, sin, positions) for x in (q, k))
+        lengths, totals = self._lengths(start, count)
         outs, new_k, new_v = [], [], []
         whole = [(packed, heads + 2 * kv_heads)] if packed is not None else [(q, heads), (k, kv_heads), (v, kv_heads)]
-        parts = [(self._row_parts(x, tape), self._width(n * head_dim)) for x, n in whole]
+        parts = [(self._packed_parts(x, count, tape), self._width(n * head_dim)) for x, n in whole]
         for r in range(self.batch):
             qkv: list[ir.Value | None] = [tape.op("Reshape", [rows[r], width]) for rows, width in parts]
             qkv += [None] * (3 - len(qkv))
@@ -177,24 +186,43 @@ class SlotsToBindings(GraphPass):
             outs.append(out)
             new_k.append(key)
             new_v.append(value)
-        merged = outs[0] if self.batch == 1 else tape.op("Concat", outs, {"axis": 0})
+        merged = outs[0] if self.batch == 1 else tape.op("Concat", outs, {"axis": 1})
         self._graph.insert_before(node, tape.nodes)
         replace_value(self._graph, node.outputs[0], merged)
         self._replace_state(node.outputs[1], new_k)
         self._replace_state(node.outputs[2], new_v)
         self._discard(node)
 
-    def _rotated(self, tape: ir.tape.Tape, x: ir.Value, cos: ir.Value, sin: ir.Value, start: ir.Value) -> ir.Value:
-        """RoPE of ``[b, w, heads, d]`` at positions ``start[b] …``."""
-        axis = constant(self._graph, "const_1", [1])
-        zero, one = (constant(self._graph, f"scalar_{i}", i) for i in (0, 1))
-        width = tape.op("Squeeze", [tape.op("Shape", [x], {"start": 1, "end": 2})])
-        positions = tape.op("Add", [tape.op("Unsqueeze", [start, axis]), tape.op("Range", [zero, width, one])])
-        heads_first = tape.op("Transpose", [x], {"perm": [0, 2, 1, 3]})
-        rotated = tape.op("RotaryEmbedding", [heads_first, cos, sin, positions])
-        out = tape.op("Transpose", [rotated], {"perm": [0, 2, 1, 3]})
+    def _rotated(self, tape: ir.tape.Tape, x: ir.Value, cos: ir.Value, sin: ir.Value, positions: ir.Value) -> ir.Value:
+        """RoPE of ``[1, R, heads, d]`` at positions ``[R, 1]``: R sequences of one id, since the kernel refuses a
+        sequence longer than its tables, which R may be."""
+        each = tape.op("Transpose", [x], {"perm": [1, 2, 0, 3]})
+        rotated = tape.op("RotaryEmbedding", [each, cos, sin, positions])
+        out = tape.op("Transpose", [rotated], {"perm": [2, 0, 1, 3]})
         out.shape, out.type = x.shape, x.type
         return out
+
+    def _positions(self, start: ir.Value, count: ir.Value) -> ir.Value:
+        """Positions ``[R, 1]`` of the packed ids: of each row, ``start …`` counted up."""
+        if self._packed_positions is None:
+            tape = ir.tape.Tape()
+            zero, one = (constant(self._graph, f"scalar_{i}", i) for i in (0, 1))
+            rows = []
+            for first, ids in zip(self._row_parts(start), self._row_parts(count), strict=True):
+                rows.append(tape.op("Add", [first, tape.op("Range", [zero, tape.op("Squeeze", [ids]), one])]))
+            merged = rows[0] if self.batch == 1 else tape.op("Concat", rows, {"axis": 0})
+            self._packed_positions = tape.op("Unsqueeze", [merged, constant(self._graph, "const_1", [1])])
+            self._insert_first(tape)
+        return self._packed_positions
+
+    def _insert_first(self, tape: ir.tape.Tape) -> None:
+        """Put nodes that depend on inputs alone where every other can use them: behind the inputs' own parts."""
+        parts = [self._rows[v][0].producer() for v in self._graph.inputs if v in self._rows]
+        after = [node for node in self._graph if node in parts]
+        if after:
+            self._graph.insert_after(after[-1], tape.nodes)
+        else:
+            self._graph.insert_before(self._graph[0], tape.nodes)
 
     def _discard(self, node: ir.Node) -> None:
         """Remove a node and let its inputs go; its outputs, named by later operators, are replaced with those."""
@@ -205,38 +233,41 @@ class SlotsToBindings(GraphPass):
     def _width(self, width: int) -> ir.Value:
         return constant(self._graph, f"row_of_{width}", [1, -1, width])
 
-    def _lengths(self, start: ir.Value) -> tuple[list[ir.Value], list[ir.Value]]:
+    def _lengths(self, start: ir.Value, count: ir.Value) -> tuple[list[ir.Value], list[ir.Value]]:
         """GroupQueryAttention's ``seqlens_k`` (total - 1, ``[1]``) and ``total_sequence_length`` of each row, int32."""
         if start not in self._split:
-            graph = self._graph
             tape = ir.tape.Tape()
-            ids = next(v for v in graph.inputs if v.name == "ids")
-            width = tape.op("Shape", [ids], {"start": 1, "end": 2})
-            one = constant(graph, "const_1", [1])
+            one = constant(self._graph, "const_1", [1])
             lengths: list[ir.Value] = []
-            for part in self._row_parts(start):
-                total = tape.op("Add", [part, width])
+            for first, ids in zip(self._row_parts(start), self._row_parts(count), strict=True):
+                total = tape.op("Add", [first, ids])
                 last = tape.op("Cast", [tape.op("Sub", [total, one])], {"to": ir.DataType.INT32})
                 scalar = tape.op("Squeeze", [tape.op("Cast", [total], {"to": ir.DataType.INT32})])
                 lengths += [last, scalar]
-            graph.insert_before(graph[0], tape.nodes)
+            self._insert_first(tape)
             self._split[start] = lengths
         pairs = self._split[start]
         return pairs[0::2], pairs[1::2]
 
-    def _row_parts(self, value: ir.Value, tape: ir.tape.Tape | None = None) -> list[ir.Value]:
-        """The value, ``[b, …]``, as b values ``[1, …]``; `tape` is where it is being made, if it is new."""
+    def _packed_parts(self, value: ir.Value, count: ir.Value, tape: ir.tape.Tape) -> list[ir.Value]:
+        """The packed value, ``[1, R, …]``, as one ``[1, count[r], …]`` a row."""
+        if self.batch == 1:
+            return [value]
+        return list(tape.op_multi_out("Split", [value, count], {"axis": 1}, num_outputs=self.batch))
+
+    def _row_parts(self, value: ir.Value) -> list[ir.Value]:
+        """The value, ``[b, …]``, as b values ``[1, …]``."""
         if self.batch == 1:
             return [value]
         cached = self._rows.get(value)
         if cached is None:
-            made = ir.tape.Tape() if tape is None else tape
-            parts = made.op_multi_out("Split", [value], {"axis": 0, "num_outputs": self.batch}, num_outputs=self.batch)
+            tape = ir.tape.Tape()
+            parts = tape.op_multi_out("Split", [value], {"axis": 0, "num_outputs": self.batch}, num_outputs=self.batch)
             producer = value.producer()
-            if tape is None and producer is None:
-                self._graph.insert_before(self._graph[0], made.nodes)
-            elif tape is None and producer is not None:
-                self._graph.insert_after(producer, made.nodes)
+            if producer is None:
+                self._graph.insert_before(self._graph[0], tape.nodes)
+            else:
+                self._graph.insert_after(producer, tape.nodes)
             cached = self._rows[value] = list(parts)
         return cached
 
@@ -253,11 +284,6 @@ class SlotsToBindings(GraphPass):
             if value is out:
                 graph.outputs[i : i + 1] = rows
                 break
-
-    def _named(self, parts: list[ir.Value], prefix: str) -> list[ir.Value]:
-        for r, part in enumerate(parts):
-            part.name = f"{prefix}{r}"
-        return parts
 
 
 def _common_split(q: ir.Value, k: ir.Value, v: ir.Value) -> ir.Value | None:

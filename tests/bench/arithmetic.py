@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
-from statistics import median
+from statistics import fmean, median
 
 
 def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> list[float]:
@@ -48,6 +48,19 @@ def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
 def modelled_seconds(calls: Iterable[tuple[str, int]], medians: Mapping[tuple[str, int], float], host: float) -> float:
     """Time of a run, if each call took the median of its kind and width, and each verify `host` seconds more."""
     return sum(medians[call] + (host if call[0] == "verify" else 0.0) for call in calls)
+
+
+def growth(readings: Sequence[float]) -> float:
+    """Mean of the last tenth of the readings over that of the first tenth."""
+    tenth = max(1, len(readings) // 10)
+    return fmean(readings[-tenth:]) / fmean(readings[:tenth])
+
+
+def engine_bytes(loaded: Mapping[str, int], when: str) -> int:
+    """What engines take in memory after they were loaded (`when` is ``load``) or have run (``run``), slot state apart;
+    `loaded` holds the bytes ``before``, at both times, and of the state then.
+    """
+    return loaded[when] - loaded[f"state_after_{when}"] - loaded["before"]
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

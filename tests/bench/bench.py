@@ -10,7 +10,7 @@ import argparse
 import json
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -24,30 +24,58 @@ if Path(sys.path[0]).resolve() == Path(__file__).resolve().parent:
 from engines.demo import DRAFTER, find_target  # noqa: E402
 from runtime import BundleError, Engine  # noqa: E402
 from runtime.bundle import open_bundle  # noqa: E402
+from runtime.text import Tokenizer  # noqa: E402
 from tests.bench.figures import Figure, figures, summary_text  # noqa: E402
 from tests.bench.machine import cores, describe  # noqa: E402
-from tests.bench.plan import QUICK, BenchPrompt, Plan, read_prompts  # noqa: E402
+from tests.bench.plan import QUICK, BenchPrompt, Plan, many_prompts, read_prompts  # noqa: E402
 
 FORMAT = 1
 DEFAULT_OUT = ROOT / "build" / "bench"
 
 
 class Bench:
-    """What the parts share: the plan, the target's file, the bundle and an engine over it."""
+    """What the parts share: the plan, the target's file, two bundles and engines over them: `bundle`, after the default
+    profile, and `server`, with several batches.
+    """
 
     def __init__(self, plan: Plan, target: Path, out: Path) -> None:
-        self.plan, self.target, self.bundle = plan, target, out / "bundle"
+        self.plan, self.target = plan, target
+        self.bundle, self.server, self.tiny = out / "bundle", out / "server", out / "tiny"
+
+    def open(self, bundle: Path) -> Engine:
+        # The runtime's own choice where that is the number of threads wanted: this is what users get.
+        threads = None if cores() == self.plan.threads else self.plan.threads
+        return Engine(bundle, check="quick", threads=threads)
 
     @cached_property
     def engine(self) -> Engine:
-        # The runtime's own choice where that is the number of threads wanted: this is what users get.
-        threads = None if cores() == self.plan.threads else self.plan.threads
-        return Engine(self.bundle, check="quick", threads=threads)
+        return self.open(self.bundle)
+
+    @cached_property
+    def serving(self) -> Engine:
+        """For modes that leave the policy nothing to decide."""
+        return self.open(self.server)
+
+    @cached_property
+    def adapting(self) -> Engine:
+        """For adaptive requests alone, so that its policy learns from nothing else."""
+        return self.open(self.server)
+
+    @property
+    def by_mode(self) -> dict[str, Engine]:
+        return {"plain": self.serving, "fixed": self.serving, "adaptive": self.adapting}
+
+    def many_prompts(self) -> list[BenchPrompt]:
+        return many_prompts(self._tokenizer(self.serving))
 
     def prompts(self, each: int) -> list[BenchPrompt]:
-        if self.engine.tokenizer is None:
+        return read_prompts(self._tokenizer(self.engine), each)
+
+    @staticmethod
+    def _tokenizer(engine: Engine) -> Tokenizer:
+        if engine.tokenizer is None:
             raise ValueError("the bundle has no tokenizer")
-        return read_prompts(self.engine.tokenizer, each)
+        return engine.tokenizer
 
     # One method a part, imported late: what a part needs costs the others nothing.
 
@@ -55,6 +83,12 @@ class Bench:
         from tests.bench.startup import measure_build
 
         return measure_build(self.target, DRAFTER, self.bundle, ROOT)
+
+    def build_server(self) -> Mapping[str, object]:
+        from tests.bench.startup import measure_build
+
+        options = ("--batch", ",".join(map(str, SERVER_BATCHES)), "--max-seq-len", str(SERVER_MAX_SEQ_LEN))
+        return measure_build(self.target, DRAFTER, self.server, ROOT, *options)
 
     def startup(self) -> Mapping[str, object]:
         from tests.bench.startup import measure_startup
@@ -86,6 +120,27 @@ class Bench:
 
         return measure_profile(self.engine, self.plan.profile_calls)
 
+    def memory(self) -> Mapping[str, object]:
+        from tests.bench.memory import measure_memory
+
+        return measure_memory(self.server, self.tiny, self.plan.memory_requests, ROOT)
+
+    def concurrency(self) -> Mapping[str, object]:
+        from tests.bench.concurrency import ALONE, measure_concurrency
+
+        with self.open(self.server) as alone:
+            return measure_concurrency({**self.by_mode, ALONE: alone}, self.many_prompts(), self.plan)
+
+    def steps(self) -> Mapping[str, object]:
+        from tests.bench.host import measure_steps
+
+        return measure_steps(self.by_mode, self.many_prompts(), self.plan.step_batch, self.plan.steps)
+
+    def coupling(self) -> Mapping[str, object]:
+        from tests.bench.coupling import measure_coupling
+
+        return measure_coupling(self.serving, self.many_prompts()[: self.plan.coupling_prompts], self.plan)
+
     def sweep(self) -> Mapping[str, object]:
         from tests.bench.sweep import measure_sweep
 
@@ -95,17 +150,30 @@ class Bench:
         """Every part by name, in the order in which they run."""
         return {
             "build": self.build,
+            "build_server": self.build_server,
+            # Before anything here opens the server's bundle: pages of its files would count by half.
+            "memory": self.memory,
             "startup": self.startup,
             "matmuls": self.matmuls,
             "speculative": self.speculative,
             "host": self.host,
             "transformers": self.transformers,
             "profile": self.profile,
+            "concurrency": self.concurrency,
+            "steps": self.steps,
+            "coupling": self.coupling,
             "sweep": self.sweep,
         }
 
 
-PARTS = ("build", "startup", "matmuls", "speculative", "host", "transformers", "profile")
+SERVER_BATCHES, SERVER_MAX_SEQ_LEN = (1, 2, 4, 8, 16), 1024
+SERVER_PARTS = ("memory", "concurrency", "steps", "coupling")
+"""The parts that need the server's bundle; the others need the default one."""
+
+PARTS = (
+    "build", "build_server", "memory", "startup", "matmuls", "speculative", "host", "transformers", "profile",
+    "concurrency", "steps", "coupling",
+)  # fmt: skip
 """The parts of a whole run; the sweep is asked for."""
 
 
@@ -116,8 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     out.mkdir(parents=True, exist_ok=True)
     bench = Bench(plan, (options.target or find_target()).absolute(), out)
     wanted = ("sweep",) if options.sweep and not options.only else (*(options.only or PARTS),)
-    if "build" not in wanted:
-        wanted = (*_missing_bundle(bench), *wanted)
+    wanted = (*_missing_bundles(bench, wanted), *wanted)
     before = describe(ROOT)
     results: dict[str, Mapping[str, Any]] = {}
     for name, part in bench.parts().items():
@@ -165,14 +232,20 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _missing_bundle(bench: Bench) -> tuple[str, ...]:
-    """The build, where there is no whole bundle yet; else say which one is measured."""
-    try:
-        manifest = open_bundle(bench.bundle, check="quick").manifest
-    except BundleError:
-        return ("build",)
-    print(f"measuring the bundle {bench.bundle} as it was built before, identity {manifest.identity[:16]}", flush=True)
-    return ()
+def _missing_bundles(bench: Bench, wanted: Sequence[str]) -> Iterator[str]:
+    """The builds of bundles that are needed and not there, or not whole; else say which one is measured."""
+    on_server = {part in SERVER_PARTS for part in wanted if part not in ("build", "build_server")}
+    for build, bundle, needed in (
+        ("build", bench.bundle, False in on_server),
+        ("build_server", bench.server, True in on_server),
+    ):
+        if needed and build not in wanted:
+            try:
+                identity = open_bundle(bundle, check="quick").manifest.identity[:16]
+            except BundleError:
+                yield build
+            else:
+                print(f"measuring the bundle {bundle} as it was built before, identity {identity}", flush=True)
 
 
 def _measure(name: str, part: Callable[[], Mapping[str, object]]) -> Mapping[str, Any]:

@@ -14,12 +14,16 @@ from tests.bench.arithmetic import acceptance_by_position, median_ratio, summary
 from tests.bench.plan import KINDS, BenchPrompt, Plan
 
 PLAIN = {"speculate": False}
+FIXED = {"adaptive": False}
 MODES: dict[str, dict[str, Any]] = {
     "plain": PLAIN,
-    "default": {},
-    "full_block": {"max_draft": None, "confidence_threshold": 0.0},
+    "fixed": FIXED,
+    "full_block": {**FIXED, "max_draft": None, "confidence_threshold": 0.0},
+    "adaptive": {},
 }
-"""How the engine decodes; `max_draft` None stands for the whole block here."""
+"""How the engine decodes: not drafting, the bundle's default number of drafts in every round, the whole block
+(`max_draft` None stands for it here), or as many as the engine's policy finds worth it.
+"""
 
 
 @dataclass(frozen=True)
@@ -67,8 +71,20 @@ class Run:
         }
 
 
+def forget_prompts(engine: Engine) -> None:
+    """Give every slot a request of one id, so that none holds a prompt that was served before: else the first mode to
+    run a prompt would pay for its prefill, and the others would find it there.
+    """
+    manifest = engine.bundle.manifest
+    last = manifest.models.vocab_size - 1
+    requests = [Request(prompt_ids=(last - slot,), max_new_tokens=1, **PLAIN) for slot in range(manifest.limits.slots)]
+    for handle in [engine.submit(request) for request in requests]:
+        engine.result(handle)
+
+
 def run(engine: Engine, prompt: BenchPrompt, tokens: int, mode: str, **options: Any) -> Run | None:
     """Answer a prompt greedily, up to `tokens` tokens. None for an answer that ends with its first token."""
+    forget_prompts(engine)
     handle = engine.submit(Request(prompt_ids=prompt.ids, max_new_tokens=tokens, **options))
     stamps = [perf_counter()]
     for _ in engine.stream(handle):
@@ -95,7 +111,7 @@ def options_of(engine: Engine, mode: str) -> dict[str, Any]:
 
 
 def measure_speculation(engine: Engine, prompts: Sequence[BenchPrompt], plan: Plan) -> dict[str, object]:
-    """Plain, the bundle's default and the full block on every prompt, one after the other, in an order that turns."""
+    """Every mode on every prompt, one after the other, in an order that turns."""
     for mode in MODES:  # makes every binding
         run(engine, prompts[0], 24, mode, **options_of(engine, mode))
     runs: list[Run] = []

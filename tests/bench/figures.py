@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tests.bench.arithmetic import table
+from tests.bench.arithmetic import engine_bytes, growth, table
 
 Results = Mapping[str, Any]
 """Results by section name; a section that failed holds only ``error``."""
@@ -79,27 +79,28 @@ def _speculative(result: Results) -> Iterator[Figure]:
     for kind, modes in result["kinds"].items():
         if not modes:
             continue
-        default = modes["default"]
+        fixed = modes["fixed"]
         target = 1.3 if kind in FAST_KINDS else 0.98
-        speed, plain = (modes[mode]["tokens_per_second"]["median"] for mode in ("default", "plain"))
+        speed, plain = (modes[mode]["tokens_per_second"]["median"] for mode in ("fixed", "plain"))
         note = (
-            f"{speed:.1f} against {plain:.1f} tokens/s, τ {default['tokens_per_round']:.2f}, "
-            f"identical {default['identical']}/{default['pairs']}"
+            f"{speed:.1f} against {plain:.1f} tokens/s, τ {fixed['tokens_per_round']:.2f}, "
+            f"identical {fixed['identical']}/{fixed['pairs']}"
         )
-        yield Figure(f"speculative / plain, {kind}", default["speedup"], "×", target, note=note)
+        yield Figure(f"speculative / plain, {kind}", fixed["speedup"], "×", target, note=note)
         if kind not in FAST_KINDS:
-            worst = default["worst_prompt"]
+            worst = fixed["worst_prompt"]
             yield Figure(f"… worst {kind} prompt", worst["speedup"], "×", target, note=worst["name"])
-        full = modes["full_block"]
-        yield Figure(f"full block / plain, {kind}", full["speedup"], "×", note=f"τ {full['tokens_per_round']:.2f}")
+        for mode, label in (("full_block", "full block"), ("adaptive", "adaptive")):
+            other = modes[mode]
+            yield Figure(f"{label} / plain, {kind}", other["speedup"], "×", note=f"τ {other['tokens_per_round']:.2f}")
 
 
 def _host(result: Results) -> Iterator[Figure]:
-    mode = result["default"]
-    clock, session = (mode[key]["median"] for key in ("engine_clock_ms", "outside_session_ms"))
-    note = f"by the engine's clock {clock:.3f}, outside the session {session:.3f}"
-    yield Figure("host, a round", mode["outside_library_ms"]["median"], "ms", 0.3, most=True, note=note)
-    yield Figure("host, a plain token", result["plain"]["outside_library_ms"]["median"], "ms", 0.3, most=True)
+    for mode, label in (("fixed", "a round"), ("adaptive", "an adaptive round"), ("plain", "a plain token")):
+        clock, session = (result[mode][key]["median"] for key in ("engine_clock_ms", "outside_session_ms"))
+        note = f"by the engine's clock {clock:.3f}, outside the session {session:.3f}"
+        outside = result[mode]["outside_library_ms"]["median"]
+        yield Figure(f"host, {label}", outside, "ms", 0.3, most=True, note=note)
 
 
 def _matmuls(result: Results) -> Iterator[Figure]:
@@ -115,13 +116,59 @@ def _matmuls(result: Results) -> Iterator[Figure]:
         yield Figure("Markov chain's product", result["chain_product_ms"]["median"], "ms", note=note)
 
 
+def _memory(result: Results) -> Iterator[Figure]:
+    load, readings = result["load"], result["requests"]["pss"]
+    many, mib = len(load["batches"]), 2**20
+    for when in ("load", "run"):
+        one, several, unshared = (engine_bytes(load[name], when) for name in ("one", "all", "all_unshared"))
+        note = f"{several / mib:.0f} against {one / mib:.0f} MiB; {unshared / mib:.0f} if nothing were shared"
+        label = "loaded" if when == "load" else "each run once"
+        yield Figure(f"memory of {many} batches / one, {label}", several / one, "×", 1.3, most=True, note=note)
+    note = f"{readings[0] / mib:.1f} MiB at first, {readings[-1] / mib:.1f} at last"
+    name = f"memory over {result['requests']['count']} requests, last / first tenth"
+    yield Figure(name, growth(readings), "×", 1.02, most=True, note=note)
+
+
+def _concurrency(result: Results) -> Iterator[Figure]:
+    for c, point in result["points"].items():
+        speed = {mode: item["tokens_per_second"]["median"] for mode, item in point["modes"].items()}
+        note = ", ".join(f"{mode} {value:.1f}" for mode, value in speed.items()) + " tokens/s"
+        yield Figure(f"adaptive / {point['better']}, {c} at once", point["adaptive_to_better"], "×", 0.97, note=note)
+    for c, point in result["points"].items():
+        adaptive = point["modes"]["adaptive"]
+        note = f"{adaptive['identical']} of {adaptive['answers']} adaptive answers are those of plain decoding"
+        yield Figure(f"{c} at once / one by one", point["adaptive_to_alone"], "×", note=note)
+
+
+def _steps(result: Results) -> Iterator[Figure]:
+    for mode, parts in result["modes"].items():
+        ms = {part: values["median"] for part, values in parts.items()}
+        name = f"a step of {result['batch']}, {mode}"
+        note = f"and {ms['session']:.3f} in the session; a step takes {ms['step']:.1f}"
+        yield Figure(f"{name}: host and schedule", ms["host"] + ms["schedule"], "ms", 1, most=True, note=note)
+        yield Figure(f"{name}: schedule", ms["schedule"], "ms", 0.2, most=True)
+        yield Figure(f"{name}: outside the library", ms["outside"], "ms", 1, most=True)
+
+
+def _coupling(result: Results) -> Iterator[Figure]:
+    for temperature, case in result.items():
+        tau = {name: case[name]["tokens_per_round"] for name in ("gumbel", "rejection")}
+        note = f"τ {tau['gumbel']:.3f} against {tau['rejection']:.3f}, {case['gumbel']['rounds']} rounds"
+        name = f"gumbel / rejection, tokens a round at temperature {temperature}"
+        yield Figure(name, case["gumbel_to_rejection"], "×", note=note)
+
+
 _SECTIONS = {
     "build": _build,
+    "memory": _memory,
     "startup": _startup,
     "transformers": _transformers,
     "speculative": _speculative,
     "host": _host,
     "matmuls": _matmuls,
+    "concurrency": _concurrency,
+    "steps": _steps,
+    "coupling": _coupling,
 }
 
 
@@ -136,6 +183,8 @@ def summary_text(machine: Results, results: Results, made: list[Figure]) -> str:
     ]
     if "error" not in results.get("speculative", {"error": ""}):
         parts.append(_acceptance(results["speculative"]))
+    if "error" not in results.get("concurrency", {"error": ""}):
+        parts.append(_points(results["concurrency"]))
     profile = results.get("profile", {})
     parts += [_profile(name, case) for name, case in profile.items() if name != "error"]
     parts.append(LLAMA_CPP)
@@ -169,8 +218,24 @@ def _acceptance(result: Results) -> str:
     ]
     head = ["decoding", "tokens/s", "× plain", "τ", "proposed", "acceptance by position"]
     serving = result["serving"]
-    default = f"default: at most {serving['max_draft']} drafts, threshold {serving['confidence_threshold']}"
+    default = f"fixed: at most {serving['max_draft']} drafts, threshold {serving['confidence_threshold']}"
     return f"{default}\n{table(head, rows)}"
+
+
+def _points(result: Results) -> str:
+    rows = [
+        [
+            f"{c} at once, {mode}",
+            *(f"{item['tokens_per_second'][key]:.1f}" for key in ("median", "min", "max")),
+            f"{item['latency_seconds']['median']:.2f}",
+            f"{item['tokens_per_round']['median']:.2f}",
+            f"{item['proposed_per_round']['median']:.2f}",
+            f"{item['identical']}/{item['answers']}",
+        ]
+        for c, point in result["points"].items()
+        for mode, item in point["modes"].items()
+    ]
+    return table(["serving", "tokens/s", "least", "most", "s an answer", "τ", "proposed", "as plain"], rows)
 
 
 def _profile(name: str, case: Results) -> str:

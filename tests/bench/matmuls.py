@@ -16,6 +16,7 @@ from onnx import TensorProto, helper
 
 from runtime import Engine
 from runtime.manifest import Models
+from runtime.sessions.base import DraftRows, Int64, SeedRows, TargetRows
 from tests.bench.arithmetic import median_ratio, summary
 
 CONTEXT = 200
@@ -114,33 +115,42 @@ class Bare:
 
 
 class Calls:
-    """The engine's calls on slot 0, with `CONTEXT` tokens committed; each can be repeated at will."""
+    """The engine's calls on slot 0, with `CONTEXT` tokens committed; each can be repeated at will.
+
+    The engine doesn't know of them: what it believes slot 0 to hold is wrong until `forget_prompts`.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self.session = engine._session
         self.limits = engine.bundle.manifest.limits
-        self._ids = np.random.default_rng(1).integers(100, engine.bundle.manifest.models.vocab_size, (1, CONTEXT))
-        start, slot = np.array([0]), np.array([0])
+        self._ids = np.random.default_rng(1).integers(100, engine.bundle.manifest.models.vocab_size, CONTEXT)
         step = self.limits.prefill_chunk
         for first in range(0, CONTEXT, step):
-            self.session.prefill(self._ids[:, first : first + step], start + first, slot)
-            self.session.seed(start + first, slot)
+            chunk = self._ids[first : first + step]
+            self.session.prefill(_one_row(chunk, first))
+            self.session.seed(SeedRows(np.array([first]), np.array([len(chunk)]), np.array([0])))
 
     def verify(self, width: int) -> None:
-        self.session.verify(self._ids[:, :width], np.array([CONTEXT]), np.array([0]))
+        self.session.verify(_one_row(self._ids[:width], CONTEXT))
 
     def draft(self, slots: int) -> None:
         """A block right after two verified tokens were committed."""
         start = CONTEXT + 2
         self.session.draft(
-            bonus=np.array([int(self._ids[0, 0])]),
-            start=np.array([start]),
-            valid_len=np.array([min(start, self.limits.window)]),
-            new_len=np.array([2]),
-            slot=np.array([0]),
-            temperature=np.zeros(1, np.float32),
-            uniforms=np.zeros((1, slots), np.float32),
+            DraftRows(
+                bonus=self._ids[:1],
+                start=np.array([start]),
+                valid_len=np.array([min(start, self.limits.window)]),
+                new_len=np.array([2]),
+                slot=np.array([0]),
+                temperature=np.zeros(1, np.float32),
+                uniforms=np.zeros((1, slots), np.float32),
+            )
         )
+
+
+def _one_row(ids: Int64, start: int) -> TargetRows:
+    return TargetRows(ids, np.array([len(ids)]), np.array([start]), np.array([0]), np.array([0]))
 
 
 def measure_matmuls(engine: Engine, repeats: int, threads: int) -> dict[str, object]:

@@ -56,13 +56,14 @@ def _profiled(engine: Engine, graph: str, folder: Path) -> Iterator[ort.Inferenc
     options.enable_profiling = True
     options.profile_file_prefix = str(folder / "profile")
     inner: Any = session
-    kept, bindings = inner._engines, inner._calls
+    kept = inner._engines
     profiling = ort.InferenceSession(str(engine.bundle.path / file), options, providers=["CPUExecutionProvider"])
-    inner._engines, inner._calls = {**kept, (graph, batch): profiling}, type(bindings)()
+    own = kept[graph, batch]
+    inner._engines = {**kept, (graph, batch): type(own)(profiling, batch, own._states, own._reads)}
     try:
         yield profiling
     finally:
-        inner._engines, inner._calls = kept, bindings
+        inner._engines = kept
 
 
 def by_operator(events: Sequence[dict[str, Any]], runs: int) -> dict[str, object]:

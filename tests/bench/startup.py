@@ -44,9 +44,9 @@ print(json.dumps({"seconds": loaded - began, "first_token_seconds": time.perf_co
 """
 
 
-def measure_build(target: Path, drafter: Path, bundle: Path, root: Path) -> dict[str, object]:
+def measure_build(target: Path, drafter: Path, bundle: Path, root: Path, *options: str) -> dict[str, object]:
     """Build the bundle from local files: seconds, peak memory, the build's own report. Raises RuntimeError."""
-    arguments = ["--target", str(target), "--drafter", str(drafter), "--out", str(bundle), "--overwrite"]
+    arguments = ["--target", str(target), "--drafter", str(drafter), "--out", str(bundle), "--overwrite", *options]
     result = _python(_LAUNCHER, [sys.executable, "-m", "builder.cli", "build", *arguments], root)
     if result["code"] != 0:
         raise RuntimeError(f"dspark-build failed with code {result['code']}")

@@ -6,10 +6,11 @@ import random
 from collections.abc import Mapping, Sequence
 from itertools import product
 from statistics import mean, median
+from typing import Any
 
 from runtime import Engine
 from tests.bench.arithmetic import median_ratio, modelled_seconds, table
-from tests.bench.decoding import PLAIN, Run, run
+from tests.bench.decoding import FIXED, PLAIN, Run, run
 from tests.bench.host import logged_session
 from tests.bench.plan import KINDS, BenchPrompt, Plan
 
@@ -35,8 +36,7 @@ def measure_sweep(engine: Engine, prompts: Sequence[BenchPrompt], plan: Plan) ->
 
         def one(prompt: BenchPrompt, setting: Setting | None) -> Run | None:
             log.calls.clear()
-            options = PLAIN if setting is None else {"max_draft": setting[0], "confidence_threshold": setting[1]}
-            made = run(engine, prompt, plan.sweep_tokens, "sweep", **options)
+            made = run(engine, prompt, plan.sweep_tokens, "sweep", **_options(setting))
             if made is not None:
                 rounds = [((name, width), s) for name, width, s in log.calls if name in ("draft", "verify")]
                 calls.setdefault((setting, prompt.kind), []).append(rounds)
@@ -44,7 +44,7 @@ def measure_sweep(engine: Engine, prompts: Sequence[BenchPrompt], plan: Plan) ->
             return made
 
         for setting in (None, *settings):  # makes every binding
-            run(engine, prompts[0], 16, "warm", **(PLAIN if setting is None else {"max_draft": setting[0]}))
+            run(engine, prompts[0], 16, "warm", **_options(setting))
         for prompt in prompts:
             order = shuffled.sample(settings, len(settings))
             for i, setting in enumerate(order):
@@ -86,6 +86,10 @@ def measure_sweep(engine: Engine, prompts: Sequence[BenchPrompt], plan: Plan) ->
         "call_ms": {f"{name} {width}": 1e3 * value for (name, width), value in sorted(medians.items())},
         "host_ms_per_round": 1e3 * host,
     }
+
+
+def _options(setting: Setting | None) -> dict[str, Any]:
+    return PLAIN if setting is None else {**FIXED, "max_draft": setting[0], "confidence_threshold": setting[1]}
 
 
 def sweep_table(result: Mapping[str, object]) -> str:

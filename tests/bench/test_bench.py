@@ -10,7 +10,9 @@ import pytest
 
 from tests.bench.arithmetic import (
     acceptance_by_position,
+    engine_bytes,
     first_difference,
+    growth,
     median_ratio,
     modelled_seconds,
     ratios,
@@ -18,14 +20,16 @@ from tests.bench.arithmetic import (
     table,
 )
 from tests.bench.bench import PARTS, Bench, bench_document
+from tests.bench.concurrency import PointRun, compare_points
 from tests.bench.decoding import Run, compare
 from tests.bench.figures import Figure, figures, summary_text
 from tests.bench.matmuls import Bare, Matmul, drafter_matmuls, target_matmuls
 from tests.bench.op_profile import OUTSIDE, by_operator
 from tests.bench.pictures import draw_all
-from tests.bench.plan import KINDS, QUICK, read_messages
+from tests.bench.plan import KINDS, QUICK, Plan, read_messages
 from tests.bench.sweep import sweep_table
 from tests.examples import DRAFTER, TARGET
+from tests.support import GOLDEN
 
 
 def run(mode: str, step: float, rounds: int, kind: str = "code", accepted: int = 0) -> Run:
@@ -38,13 +42,28 @@ def run(mode: str, step: float, rounds: int, kind: str = "code", accepted: int =
 def group(kind: str = "code") -> dict[str, Run]:
     return {
         "plain": run("plain", 0.02, 12, kind),
-        "default": run("default", 0.03, 6, kind, accepted=1),
+        "fixed": run("fixed", 0.03, 6, kind, accepted=1),
         "full_block": run("full_block", 0.06, 6, kind, accepted=1),
+        "adaptive": run("adaptive", 0.03, 6, kind, accepted=1),
     }
 
 
 def pair(engine: float, bare: float) -> dict[str, object]:
     return {"engine_ms": {"median": engine}, "bare_ms": {"median": bare}, "ratio": engine / bare}
+
+
+def loaded(load: int, run: int) -> dict[str, int]:
+    """A process of 40 bytes whose engines take so many when loaded and after their first runs."""
+    return {"before": 40, "load": 41 + load, "state_after_load": 1, "run": 240 + run, "state_after_run": 200}
+
+
+def point(concurrency: int, **rates: float) -> list[PointRun]:
+    """Two turns of a point, the second at half the speed; alone, 45 tokens a second at first."""
+    return [
+        PointRun(turn, concurrency, mode, 90 * (turn + 1) / rate, 90, 2.0, 3.0, 1.0, 0, ((1, 2), (3,)))
+        for turn in (1, 0)
+        for mode, rate in {**rates, "alone": 45.0}.items()
+    ]
 
 
 @pytest.fixture
@@ -68,7 +87,8 @@ def results() -> dict[str, Any]:
             "serving": {"max_draft": 3, "confidence_threshold": 0.0},
         },
         "host": {
-            "default": {**host, "outside_library_ms": {"median": 0.25}},
+            "fixed": {**host, "outside_library_ms": {"median": 0.25}},
+            "adaptive": {**host, "outside_library_ms": {"median": 0.35}},
             "plain": {**host, "outside_library_ms": {"median": 0.2}},
         },
         "transformers": {
@@ -83,7 +103,37 @@ def results() -> dict[str, Any]:
         "profile": {
             "target, 1 row": {"call_ms": 20.0, "operators": {"MatMul": {"ms": 18.0, "share": 0.9, "nodes": 4}}}
         },
-    }
+        "build_server": {"seconds": 80.0, "peak_bytes": 1.4e9},
+        "memory": {
+            "requests": {"count": 10_000, "pss": [100 << 20, *[105 << 20] * 8, 110 << 20]},
+            "load": {"batches": [1, 2, 4, 8, 16], "one": loaded(600, 600), "all": loaded(720, 840)}
+            | {"all_unshared": loaded(3000, 3100)},
+        },
+        "concurrency": {
+            "points": compare_points(
+                [*point(1, plain=40.0, fixed=50.0, adaptive=48.0), *point(16, plain=200.0, fixed=150.0, adaptive=200.0)]
+            ),
+        },
+        "steps": {
+            "batch": 8,
+            "modes": {
+                mode: {
+                    part: {"median": ms}
+                    for part, ms in {
+                        "schedule": 0.1, "host": 0.8, "session": 0.3, "library": 60.0, "outside": 1.2, "step": 61.2,
+                    }.items()
+                }
+                for mode in ("plain", "fixed", "adaptive")
+            },
+        },
+        "coupling": {
+            "0.7": {
+                "rejection": {"tokens_per_round": 2.0, "rounds": 100},
+                "gumbel": {"tokens_per_round": 1.8, "rounds": 110},
+                "gumbel_to_rejection": 0.9,
+            },
+        },
+    }  # fmt: skip
 
 
 MACHINE = {"cpu": "x", "cores": 2, "load": [0.0, 0.0, 0.0], "date": "today", "commit": "abc"}
@@ -110,18 +160,21 @@ def test_small_arithmetic() -> None:
     assert first_difference([1, 2, 3], [1, 4, 3]) == 1
     medians = {("draft", 2): 1.0, ("verify", 3): 4.0}
     assert modelled_seconds([("draft", 2), ("verify", 3), ("verify", 3)], medians, 0.5) == 10.0
+    assert growth([2.0, 4.0, *[9.0] * 16, 5.0, 4.0]) == 1.5
+    assert engine_bytes(loaded(600, 700), "load") == 600
+    assert engine_bytes(loaded(600, 700), "run") == 700
     assert table(["a", "b"], [["long", "1"]]) == "a     b\nlong  1"
 
 
 def test_runs_are_compared_per_token() -> None:
     compared = compare([group(), group()])
     assert compared["plain"]["speedup"] == 1.0
-    assert compared["default"]["speedup"] == pytest.approx(0.02 / 0.015)
+    assert compared["fixed"]["speedup"] == pytest.approx(0.02 / 0.015)
     assert compared["full_block"]["speedup"] == pytest.approx(0.02 / 0.03)
-    assert compared["default"]["tokens_per_round"] == 2.0
-    assert compared["default"]["acceptance_by_position"] == [1.0, 0.0]
-    assert compared["default"]["tokens_per_second"]["median"] == pytest.approx(1 / 0.015)
-    assert (compared["default"]["identical"], compared["default"]["pairs"]) == (2, 2)
+    assert compared["fixed"]["tokens_per_round"] == 2.0
+    assert compared["fixed"]["acceptance_by_position"] == [1.0, 0.0]
+    assert compared["fixed"]["tokens_per_second"]["median"] == pytest.approx(1 / 0.015)
+    assert (compared["fixed"]["identical"], compared["fixed"]["pairs"]) == (2, 2)
     assert compare([]) == {}
 
 
@@ -146,6 +199,20 @@ def test_figures_of_a_whole_run(results: dict[str, Any]) -> None:
     assert by_name["torch in the runtime's process"].reached is True
     assert by_name["plain / Hugging Face"].reached is True
     assert by_name["host, a round"].reached is True
+    assert by_name["host, an adaptive round"].reached is False
+    assert by_name["adaptive / plain, code"].value == pytest.approx(0.02 / 0.015)
+    assert by_name["memory of 5 batches / one, loaded"].value == pytest.approx(1.2)
+    assert by_name["memory of 5 batches / one, each run once"].value == pytest.approx(1.4)
+    assert by_name["memory of 5 batches / one, each run once"].reached is False
+    assert by_name["memory over 10000 requests, last / first tenth"].value == pytest.approx(1.1)
+    assert by_name["adaptive / fixed, 1 at once"].value == pytest.approx(0.96)
+    assert by_name["adaptive / fixed, 1 at once"].reached is False
+    assert by_name["adaptive / plain, 16 at once"].reached is True
+    assert by_name["16 at once / one by one"].value == pytest.approx(200 / 45)
+    assert by_name["a step of 8, fixed: host and schedule"].value == pytest.approx(0.9)
+    assert by_name["a step of 8, fixed: schedule"].reached is True
+    assert by_name["a step of 8, fixed: outside the library"].reached is False
+    assert by_name["gumbel / rejection, tokens a round at temperature 0.7"].value == 0.9
     assert all(by_name[f"speculative / plain, {kind}"].reached for kind in KINDS)
     assert {kind: by_name[f"speculative / plain, {kind}"].target for kind in KINDS} == {
         "school_maths": 1.3, "code": 1.3, "chat": 0.98, "maths": 1.3,
@@ -160,6 +227,8 @@ def test_summary_names_every_figure_and_what_failed(results: dict[str, Any]) -> 
     assert "host failed: MemoryError: no" in text
     assert "not reached: 61 instead of 60" in text
     assert all(figure.name in text for figure in made)
+    row = next(line for line in text.splitlines() if line.startswith("16 at once, adaptive"))
+    assert row.split()[4:] == ["150.0", "100.0", "200.0", "1.00", "2.00", "3.00", "4/4"]
     assert not any(figure.name.startswith("host") for figure in made)
 
 
@@ -170,7 +239,9 @@ def test_json_and_pictures(results: dict[str, Any], tmp_path: Any) -> None:
     assert set(read["figures"][0]) == {"name", "value", "unit", "target", "most", "note", "reached", "verdict"}
     assert set(read["results"]) == set(PARTS)
     pytest.importorskip("matplotlib")
-    assert [path.name for path in draw_all(results, tmp_path)] == ["speed.png", "matmuls.png"]
+    assert [path.name for path in draw_all(results, tmp_path)] == [
+        "speed.png", "matmuls.png", "concurrency.png", "steps.png", "memory.png",
+    ]  # fmt: skip
     # Whole kinds may be missing (answers of one token), and whole parts.
     results["speculative"]["kinds"]["chat"] = {}
     assert figures(results)
@@ -186,6 +257,9 @@ def test_prompts() -> None:
     assert tuple(chats) == KINDS
     assert all(len(of_kind) >= 3 for of_kind in chats.values())
     assert all(chat[-1]["role"] == "user" for of_kind in chats.values() for chat in of_kind)
+    # Of the largest point, each prompt is served once.
+    plan, recorded = Plan(), json.loads((GOLDEN / "real_pair.json").read_text())["prompts"]
+    assert len(recorded) + sum(map(len, chats.values())) >= max(2 * max(plan.concurrency), plan.coupling_prompts)
 
 
 def test_profile_counts_nested_operators_once() -> None:

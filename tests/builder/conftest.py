@@ -65,7 +65,7 @@ def stages(monkeypatch: pytest.MonkeyPatch) -> Stages:
     backend = SimpleNamespace(
         compile=compile_engines,
         state=state_tensors,
-        loaded_bytes=lambda graphs, weights, limits: weights.bytes,
+        loaded_bytes=lambda graphs, weights: weights.bytes,
         describe=lambda: Backend("ort-cpu", "onnxruntime", "1.20.0", "any", ""),
     )
     stand_ins = {

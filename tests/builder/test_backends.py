@@ -46,10 +46,16 @@ def test_state_by_hand() -> None:
     assert shapes == {
         ("cache", (2, 57, 8), "float32"),
         ("ring", (2, 100, 16), "float32"),
-        ("taps", (8, 48), "float32"),
+        ("taps", (10, 48), "float32"),
     }
     kinds = [tensor.kind for tensor in OrtCpu().state(TARGET, DRAFTER, limits)]
     assert [kinds.count(kind) for kind in ("cache", "ring", "taps")] == [2 * 4, 2 * 3, 1]
+
+
+def test_tap_rows_hold_a_chunk_and_a_round() -> None:
+    limits = Limits((1,), 1, window=100, max_seq_len=50, block_size=7, prefill_chunk=2)
+    (taps,) = (tensor for tensor in OrtCpu().state(TARGET, DRAFTER, limits) if tensor.kind == "taps")
+    assert taps.shape == (8, 48)
 
 
 def test_ring_of_the_published_4b_drafter() -> None:

@@ -17,6 +17,7 @@ from builder import bundle as writer
 from builder.bundle import Staging, check_output, clean_stale
 from runtime.bundle import open_bundle
 from runtime.errors import BundleError
+from runtime.manifest import FORMAT_VERSION
 
 MakeBundle = Callable[..., Path]
 ROOT = Path(__file__).resolve().parents[2]
@@ -108,7 +109,7 @@ def test_replaced_only_with_overwrite(make_bundle: MakeBundle, monkeypatch: pyte
 def test_a_bundle_of_another_version_can_be_replaced(make_bundle: MakeBundle) -> None:
     path = make_bundle(format=0)
     make_bundle(overwrite=True)
-    assert open_bundle(path).manifest.format == 1
+    assert open_bundle(path).manifest.format == FORMAT_VERSION
 
 
 @pytest.mark.parametrize("overwrite", [True, False])

@@ -15,6 +15,10 @@ TOLD = {
     "01_generate.py": "drafts accepted",
     "02_stream.py": "[cancelled after ",
     "03_sample.py": "repeatable: True\nprompts of one call differ: True\nrefused: top_p: out of range",
+    "04_many.py": "{'length': 6} after ",
+    "05_async.py": "Who wrote Hamlet? It began with 'w64' and ended by length.\ngiven up: 0 running\n",
+    "06_policy.py": " drafts accepted, at most 6 in a step\n",
+    "07_scheduler.py": "as they came: 40 36 32 28 24 20 16\nas they were done: 16 20 24 28 32 36 40\n",
 }
 
 

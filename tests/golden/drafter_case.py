@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from safetensors.numpy import load_file
 
 from builder.checkpoints.deepspec import load_deepspec
 from runtime.manifest import Limits
+from runtime.sessions.base import DraftRows, SeedRows
 from tests.support import random_target
 
 TOLERANCE = 1e-4
@@ -21,7 +23,7 @@ class Case:
     """One golden drafter with a session that has its sequences in slots 0, 1, …
 
     `open_session` makes it from (directory, target, drafter, limits); it has a session's `seed` and `draft`, its
-    ``_chunk_taps`` and ``_state``, and ``debug``.
+    ``_state``, and ``debug``.
     """
 
     def __init__(self, golden: Path, name: str, dest: Path, open_session: Callable[..., Any]) -> None:
@@ -41,18 +43,23 @@ class Case:
         target = random_target(drafter.spec, directory / embeddings if embeddings else None)
         count = len(self.sequences)
         batches = tuple(sorted({1, count}))
-        limits = Limits(batches, count, self.window, 96, self.block, self.window)
+        longest = max(chunk for sequence in self.sequences for chunk in sequence["prompt_chunks"])
+        limits = Limits(batches, count, self.window, 96, self.block, longest)
         self.session = open_session(dest, target, drafter, limits)
         self.first = self.trace["context_first"]
 
-    def seed(self, i: int) -> None:
-        """The prompt's context rows, in the case's own chunks."""
-        at = self.first
-        for chunk in self.sequences[i]["prompt_chunks"]:
-            self.session._chunk_taps = self.tensors[i]["taps"][None, at : at + chunk]
-            self.session.seed(np.array([at]), np.array([i]))
-            at += chunk
-        assert at == self.sequences[i]["prompt_len"]
+    def seed(self, *sequences: int) -> None:
+        """The prompts' context rows, in the case's own chunks: a call for the first chunk of each, one for the second,
+        and so on."""
+        at, slot = np.full(len(sequences), self.first), np.array(sequences)
+        for nth in itertools.zip_longest(*(self.sequences[i]["prompt_chunks"] for i in sequences), fillvalue=0):
+            count = np.array(nth)
+            for i, first, n in zip(sequences, at, count, strict=True):
+                self.session._state["taps"][i, :n] = self.tensors[i]["taps"][first : first + n]
+            rows = count > 0
+            self.session.seed(SeedRows(at[rows], count[rows], slot[rows]))
+            at += count
+        assert at.tolist() == [self.sequences[i]["prompt_len"] for i in sequences]
 
     def draft(self, rows: list[tuple[int, int]]) -> list[dict[str, np.ndarray]]:
         """Round r of sequence i for each (i, r), in one call; the outputs of each row."""
@@ -66,16 +73,21 @@ class Case:
             start.append(at["start"])
             valid.append(at["start"] - at["context_start"])
             new.append(count)
-        self.session.draft(
-            bonus=np.array([self.sequences[i]["rounds"][r]["bonus_token"] for i, r in rows]),
-            start=np.array(start),
-            valid_len=np.array(valid),
-            new_len=np.array(new),
-            slot=np.array([i for i, _ in rows]),
-            temperature=np.zeros(len(rows), np.float32),
-            uniforms=np.zeros((len(rows), self.block), np.float32),
+        out = self.session.draft(
+            DraftRows(
+                bonus=np.array([self.sequences[i]["rounds"][r]["bonus_token"] for i, r in rows]),
+                start=np.array(start),
+                valid_len=np.array(valid),
+                new_len=np.array(new),
+                slot=np.array([i for i, _ in rows]),
+                temperature=np.zeros(len(rows), np.float32),
+                uniforms=np.zeros((len(rows), self.block), np.float32),
+            )
         )
-        return [{name: value[k].copy() for name, value in self.session.debug.items()} for k in range(len(rows))]
+        results = {"ids": out.ids, **self.session.debug}
+        if out.confidence_logits is not None:
+            results["confidence_logits"] = out.confidence_logits
+        return [{name: value[k].copy() for name, value in results.items()} for k in range(len(rows))]
 
     def check(self, i: int, r: int, out: dict[str, np.ndarray]) -> None:
         expected = self.tensors[i]

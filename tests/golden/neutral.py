@@ -18,7 +18,7 @@ from builder.passes.base import AttachWeights, apply
 from builder.spec import DrafterCheckpoint, TargetCheckpoint
 from builder.weights import write_weights
 from runtime.manifest import Limits
-from runtime.sessions.base import Int64
+from runtime.sessions.base import DraftOut, DraftRows, Int64, SeedRows
 
 PADDING = 2
 """Rows on the scratch slot in every draft: ScatterND then meets duplicate indices there."""
@@ -49,34 +49,40 @@ class NeutralSession:
             s.name: np.zeros((limits.slots + 1, *s.shape), np.float32)
             for s in OrtCpu().state(target.spec, drafter.spec, limits)
         }
-        self._chunk_taps = np.empty(0, np.float32)
         self.debug: dict[str, NDArray[Any]] = {}
 
     def target(self, ids: Int64, start: Int64, slot: Int64, head_rows: Int64) -> dict[str, NDArray[Any]]:
         return self._run("target", {"ids": ids, "start": start, "slot": slot, "head_rows": head_rows})
 
-    def seed(self, start: Int64, slot: Int64) -> None:
-        first = max(0, self._chunk_taps.shape[1] - self.limits.window)
-        taps = self._chunk_taps[:, first:]
-        count = np.full(len(slot), taps.shape[1], np.int64)
-        self._run("seed", {"taps": taps, "start": start + first, "count": count, "slot": slot})
+    def seed(self, rows: SeedRows) -> None:
+        # The graph takes a chunk of at most W rows, of which each row of the batch has the first `count`.
+        first = np.maximum(0, rows.count - self.limits.window)
+        count = rows.count - first
+        taps = np.full((len(count), count.max(), self._state["taps"].shape[2]), 1e3, np.float32)
+        for row, slot in enumerate(rows.slot):
+            taps[row, : count[row]] = self._state["taps"][slot, first[row] : rows.count[row]]
+        self._run("seed", {"taps": taps, "start": rows.start + first, "count": count, "slot": rows.slot})
 
-    def draft(self, **inputs: NDArray[Any]) -> None:
+    def draft(self, rows: DraftRows) -> DraftOut:
         padding = {"start": 1, "slot": self.limits.slots}
         padded = {}
-        for name, value in inputs.items():
-            rows = np.full((PADDING, *value.shape[1:]), padding.get(name, 0), value.dtype)
-            padded[name] = np.concatenate((value, rows))
+        noise = np.zeros((*rows.uniforms.shape, 1), np.float32) if rows.noise is None else rows.noise
+        for name, value in (vars(rows) | {"noise": noise}).items():
+            more = np.full((PADDING, *value.shape[1:]), padding.get(name, 0), value.dtype)
+            padded[name] = np.concatenate((value, more))
         if padded["uniforms"].shape[1] == 1:  # blocks of one slot are exported with a fixed width
-            padded["uniforms"] = padded["uniforms"][:, :1]
+            padded["uniforms"], padded["noise"] = padded["uniforms"][:, :1], padded["noise"][:, :1]
         out = self._run("draft", padded)
         self.debug = {name: value[:-PADDING] for name, value in out.items()}
+        return DraftOut(self.debug["ids"], self.debug.get("confidence_logits"), list(self.debug["q"]))
 
     def _run(self, graph: str, inputs: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
         session = self._sessions[graph]
         feed = dict(inputs)
         for value in session.get_inputs():
-            if value.name not in feed:
+            if value.name == "taps" and value.name not in feed:
+                feed["taps"] = self._state["taps"][:, : self.limits.block_size + 1]
+            elif value.name not in feed:
                 feed[value.name] = self._state[value.name]
         names = [o.name for o in session.get_outputs()]
         out = dict(zip(names, session.run(None, feed), strict=True))

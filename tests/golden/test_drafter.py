@@ -33,8 +33,7 @@ def test_rounds_one_by_one(golden: Path, name: str, tmp_path: Path) -> None:
 def test_batch_equals_singles(golden: Path, tmp_path: Path) -> None:
     """All sequences of ``batch_mix`` in one batch while they last, then the rest padded with scratch rows."""
     drafter = case(golden, "batch_mix", tmp_path)
-    for i in range(len(drafter.sequences)):
-        drafter.seed(i)
+    drafter.seed(*range(len(drafter.sequences)))
     rounds = [len(s["rounds"]) for s in drafter.sequences]
     assert len(set(rounds)) > 1, "the case no longer covers batches that shrink"
     for r in range(max(rounds)):

@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import runtime
-from tests.support import GOLDEN
+from tests.support import GOLDEN, target_rows
 
 PAIRS = sorted(p.name for p in (GOLDEN / "e2e").iterdir())
 
@@ -30,33 +30,39 @@ def test_target_logits_and_taps(pair) -> None:
     prompts = json.loads((directory / "prompts.json").read_text())
     first = prompts["prompts"][0]
     ids = np.array([first["input_ids"] + first["greedy_new_tokens"]])
+    slot = np.array([0])
     session = engine._session
     for at in range(0, ids.shape[1], 4):
         chunk = ids[:, at : at + 4]
-        out = session.prefill(np.ascontiguousarray(chunk), np.array([at]), np.array([0]))
+        out = session.prefill(target_rows(chunk, np.array([at]), slot))
         last = at + chunk.shape[1] - 1
-        np.testing.assert_allclose(out.logits[0, 0], reference["logits"][last], rtol=0, atol=1e-4)
-        np.testing.assert_allclose(session._chunk_taps[0], reference["taps"][at : last + 1], rtol=0, atol=1e-4)
+        np.testing.assert_allclose(out.logits[0], reference["logits"][last], rtol=0, atol=1e-4)
+        np.testing.assert_allclose(
+            session._state["taps"][0, : chunk.shape[1]], reference["taps"][at : last + 1], rtol=0, atol=1e-4
+        )
 
 
 def test_greedy_runs(pair) -> None:
-    directory, engine = pair
+    """Each run on an engine of its own: what a slot keeps of an earlier one would change what is drafted."""
+    directory, shared = pair
     golden = json.loads((directory / "prompts.json").read_text())
     limit, block = golden["max_new_tokens"], golden["block_size"]
     for prompt in golden["prompts"]:
         ids = prompt["input_ids"]
-        (plain,) = runtime.generate(engine, [ids], max_new_tokens=limit, speculate=False)
+        (plain,) = runtime.generate(shared, [ids], max_new_tokens=limit, speculate=False)
         assert list(plain.token_ids) == prompt["greedy_new_tokens"]
         assert plain.stats.proposed == [0] * plain.stats.rounds
         for run in prompt["runs"]:
-            (result,) = runtime.generate(
-                engine,
-                [ids],
-                max_new_tokens=limit,
-                stop_token_ids=run["stop_token_ids"],
-                max_draft=block,
-                confidence_threshold=run["confidence_threshold"],
-            )
+            with runtime.Engine(shared.bundle.path, check="quick", threads=1) as engine:
+                (result,) = runtime.generate(
+                    engine,
+                    [ids],
+                    max_new_tokens=limit,
+                    stop_token_ids=run["stop_token_ids"],
+                    max_draft=block,
+                    confidence_threshold=run["confidence_threshold"],
+                    adaptive=False,
+                )
             assert list(result.token_ids) == run["output_ids"][len(ids) :]
             check_rounds(result.stats, run, limit)
 

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 import runtime
 from runtime.bundle import open_bundle
-from runtime.sessions.base import DraftOut
+from runtime.sessions.base import DraftOut, DraftRows
 from runtime.sessions.ort import OrtSession
 from runtime.verify import accept_greedy
-from tests.support import tiny_prompts
+from tests.support import seed_rows, target_rows, tiny_prompts
 
 
 def prefilled(session: Any, prompts: list[list[int]]) -> NDArray[np.int64]:
@@ -27,10 +27,11 @@ def prefilled(session: Any, prompts: list[list[int]]) -> NDArray[np.int64]:
         chunk = session.limits.prefill_chunk
         slot = np.array([i])
         for at in range(0, len(prompt), chunk):
-            out = session.prefill(np.array([prompt[at : at + chunk]]), np.array([at]), slot)
-            session.seed(np.array([at]), slot)
+            ids, start = np.array([prompt[at : at + chunk]]), np.array([at])
+            out = session.prefill(target_rows(ids, start, slot))
+            session.seed(seed_rows(start, ids.shape[1], slot))
             np.testing.assert_array_equal(out.argmax, out.logits.argmax(-1))
-        first.append(int(out.argmax[0, 0]))
+        first.append(int(out.argmax[0]))
     return np.array(first)
 
 
@@ -40,9 +41,7 @@ def draft(session: Any, bonus: NDArray[Any], start: NDArray[Any], temperature: l
     valid = np.minimum(start, session.limits.window)
     uniforms = np.full((rows, session.limits.block_size), 0.5, np.float32)
     zero, slot = np.zeros(rows, np.int64), np.arange(rows)
-    out = session.draft(bonus, start, valid, zero, slot, np.array(temperature, np.float32), uniforms)
-    confidence = out.confidence_logits
-    return DraftOut(out.ids.copy(), None if confidence is None else confidence.copy(), out.q)
+    return session.draft(DraftRows(bonus, start, valid, zero, slot, np.array(temperature, np.float32), uniforms))
 
 
 @pytest.mark.parametrize("pair", ["llama", "qwen3"])
@@ -62,7 +61,8 @@ def test_greedy_rows_of_a_mixed_batch(tiny_bundle: Callable[..., Path], pair: st
             row = 1 - sampling
             np.testing.assert_array_equal(mixed.ids[row], greedy.ids[row])
             np.testing.assert_array_equal(confidence(mixed)[row], confidence(greedy)[row])
-        out = session.verify(np.concatenate((bonus[:, None], greedy.ids), axis=1), start, np.arange(2))
+        ids = np.concatenate((bonus[:, None], greedy.ids), axis=1)
+        out = session.verify(target_rows(ids, start, np.arange(2)))
         np.testing.assert_array_equal(out.argmax, out.logits.argmax(-1))
     session.close()
 
@@ -80,14 +80,14 @@ def test_real_pair(real_engine: runtime.Engine) -> None:
         results = []
         # A temperature next to none draws the argmax, through the other branch.
         for temperature in (0.0, 1e-5):
-            out = session.draft(*inputs, np.array([temperature], np.float32), np.full((1, block), 0.5, np.float32))
-            results.append(DraftOut(out.ids.copy(), confidence(out).copy(), None))
+            uniforms = np.full((1, block), 0.5, np.float32)
+            results.append(session.draft(DraftRows(*inputs, np.array([temperature], np.float32), uniforms)))
         np.testing.assert_array_equal(results[0].ids, results[1].ids)
         np.testing.assert_array_equal(confidence(results[0]), confidence(results[1]))
         drafts = results[0].ids[0]
-        verified = session.verify(np.array([[bonus, *drafts]]), np.array([start]), slot)
+        verified = session.verify(target_rows(np.array([[bonus, *drafts]]), np.array([start]), slot))
         np.testing.assert_array_equal(verified.argmax, verified.logits.argmax(-1))
-        accepted, token = accept_greedy(drafts, verified.argmax[0])
+        accepted, token = accept_greedy(drafts, verified.argmax)
         bonus, start, new_len = token, start + accepted + 1, accepted + 1
 
 

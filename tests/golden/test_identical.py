@@ -13,6 +13,7 @@ import pytest
 import runtime
 from runtime.api import prompt_ids
 from tests.golden.real_pair import default_settings
+from tests.support import target_rows
 
 PROMPTS = json.loads((Path(__file__).parent.parent / "data" / "prompts.json").read_text(encoding="utf-8"))
 TOKENS = 128
@@ -80,8 +81,8 @@ def margin(engine: runtime.Engine, ids: list[int], *chosen: int) -> float:
     that nobody uses now."""
     chunk = engine.bundle.manifest.limits.prefill_chunk
     for at in range(0, len(ids), chunk):
-        out = engine._session.prefill(np.array([ids[at : at + chunk]]), np.array([at]), np.array([0]))
-    logits = out.logits[0, -1]
+        out = engine._session.prefill(target_rows(np.array([ids[at : at + chunk]]), np.array([at]), np.array([0])))
+    logits = out.logits[0]
     return float(logits.max() - min(logits[token] for token in chosen))
 
 

@@ -53,8 +53,7 @@ def test_rounds_one_by_one(golden: Path, name: str, tmp_path: Path) -> None:
 
 def test_batch_with_padding_rows(golden: Path, tmp_path: Path) -> None:
     drafter = case(golden, "batch_mix", tmp_path)
-    for i in range(len(drafter.sequences)):
-        drafter.seed(i)
+    drafter.seed(*range(len(drafter.sequences)))
     rounds = [len(s["rounds"]) for s in drafter.sequences]
     for r in range(max(rounds)):
         rows = [(i, r) for i in reversed(range(len(rounds))) if r < rounds[i]]

@@ -22,7 +22,7 @@ Run = tuple[dict[str, Any], runtime.Result]
 def runs(golden: Path, real_engine: runtime.Engine) -> list[Run]:
     """Each recorded prompt with what the engine makes of it: the whole block, no threshold."""
     prompts = json.loads((golden / "real_pair.json").read_text())["prompts"]
-    results = runtime.generate(real_engine, [p["prompt_ids"] for p in prompts], max_new_tokens=128)
+    results = runtime.generate(real_engine, [p["prompt_ids"] for p in prompts], max_new_tokens=128, adaptive=False)
     return list(zip(prompts, results, strict=True))
 
 

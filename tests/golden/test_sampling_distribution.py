@@ -14,35 +14,26 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from numpy.typing import NDArray
-from scipy.stats import chisquare
 
-import runtime
 from builder.checkpoints import load_drafter, load_target
-from builder.spec import DrafterCheckpoint, TargetCheckpoint
-from builder.vectors import reference_modules
-from builder.weights import write_weights
+from runtime.distribution import probabilities
 from runtime.manifest import Limits, Manifest
-from runtime.sampling import SamplingParams, probabilities
+from runtime.sampling import SamplingParams
+from runtime.sessions.base import DraftRows
 from runtime.sessions.ort import OrtSession
 from runtime.verify import accept_sampled
-from tests.support import TINY_PAIRS, pair_engines, tiny_prompts
+from tests.golden.joint import TOKENS, Array, exact_logits, p_value, softmax
+from tests.support import TINY_PAIRS, pair_engines, seed_rows, target_rows, tiny_prompts
 
 PAIR = "llama"
-RUNS, FEWER, SERVED = 100_000, 10_000, 3_000
+RUNS, FEWER = 100_000, 10_000
 TEMPERATURE = 0.9
-WARM, TOP_P = 1.4, 0.9  # of the requests served with top_p, which leaves few tokens when it is colder
-TOKENS = 3
 DRAFTS = 3
 ROWS = 32
 """Independent runs in one call, each in a slot of its own."""
 
 THREADS = 2
-LEAST = 10.0
-"""Expected count of a cell of the χ² test; rarer outcomes are merged with their neighbours."""
 
-Array = NDArray[Any]
 Accept = Callable[..., tuple[int, int]]
 
 
@@ -64,61 +55,10 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     drafter = load_drafter(directory / "drafter", target)
     prompt = tiny_prompts(PAIR)[2]
     ids, bonus = tuple(prompt["input_ids"]), prompt["greedy_new_tokens"][0]
-    limits = Limits((ROWS,), ROWS, 16, 24, drafter.spec.block_size, 8)
+    limits = Limits((ROWS,), ROWS, 16, 24, drafter.spec.block_size, 16)
     manifest = pair_engines(dest, target, drafter, limits, debug=True)
-    joint = exact(dest, target, drafter, [*ids, bonus], lambda logits: softmax(logits / TEMPERATURE))
-    return Pair(dest, manifest, ids, bonus, joint)
-
-
-def softmax(logits: Array) -> Array:
-    p = np.exp(logits.astype(np.float64) - logits.max(axis=-1, keepdims=True))
-    return p / p.sum(axis=-1, keepdims=True)
-
-
-def nucleus(p: Array) -> Array:
-    """p cut to the fewest tokens that reach `TOP_P`, by the full sort of each row."""
-    order = np.argsort(-p, axis=-1, kind="stable")
-    ranked = np.take_along_axis(p, order, axis=-1)
-    ranked[np.cumsum(ranked, axis=-1) - ranked >= TOP_P] = 0
-    kept = np.empty_like(p)
-    np.put_along_axis(kept, order, ranked, axis=-1)
-    return kept / kept.sum(axis=-1, keepdims=True)
-
-
-def exact(
-    dest: Path,
-    target: TargetCheckpoint,
-    drafter: DrafterCheckpoint,
-    prompt: list[int],
-    distribution: Callable[[Array], Array],
-) -> Array:
-    """p(t1) p(t2 | t1) p(t3 | t1 t2) for every three tokens, from the float32 torch module."""
-    vocab = target.spec.vocab_size
-    n = len(prompt)
-    limits = Limits((1,), vocab, 16, n + 2, drafter.spec.block_size, 8)
-    folder = dest / f"exact-{n}"
-    folder.mkdir()
-    index = write_weights(folder, target, drafter, limits)
-    net = reference_modules(target.spec, drafter.spec, index, limits)["target"]
-    slot, rows = torch.arange(vocab), torch.tensor([[n - 1]])
-
-    def caches() -> list[torch.Tensor]:
-        shape = (vocab, target.spec.num_kv_heads, n + 2, target.spec.head_dim)
-        return [torch.zeros(shape) for _ in range(2 * target.spec.num_layers)]
-
-    with torch.no_grad():
-        ids = torch.tensor(prompt).expand(vocab, -1)
-        zero = torch.zeros(vocab, dtype=torch.int64)
-        _, logits, _, *after = net(ids, zero, slot, rows.expand(vocab, -1), caches())
-        p1 = distribution(logits[0, 0].numpy())
-        first = torch.zeros(vocab, 1, dtype=torch.int64)
-        _, logits, _, *after = net(torch.arange(vocab)[:, None], zero + n, slot, first, after)
-        p2 = distribution(logits[:, 0].numpy())
-        joint = np.empty((vocab, vocab, vocab))
-        for token in range(vocab):
-            _, logits, *_ = net(torch.full((vocab, 1), token), zero + n + 1, slot, first, after)
-            joint[:, token] = (p1 * p2[:, token])[:, None] * distribution(logits[:, 0].numpy())
-    return joint
+    logits = exact_logits(directory, [*ids, bonus], tmp_path_factory.mktemp("exact"))
+    return Pair(dest, manifest, ids, bonus, logits.joint(lambda logits, _: softmax(logits / TEMPERATURE)))
 
 
 @dataclass(frozen=True)
@@ -151,8 +91,8 @@ def _sample(pair: Pair, runs: int, accept: Accept, seed: int) -> Sampled:
     rng, params = np.random.default_rng(seed), SamplingParams(TEMPERATURE)
     slot, n = np.arange(ROWS), len(pair.prompt)
     zero = np.zeros(ROWS, np.int64)
-    session.prefill(np.tile(np.array(pair.prompt), (ROWS, 1)), zero, slot)
-    session.seed(zero, slot)
+    session.prefill(target_rows(np.tile(np.array(pair.prompt), (ROWS, 1)), zero, slot))
+    session.seed(seed_rows(zero, n, slot))
     start, new_len, bonus = np.full(ROWS, n), zero.copy(), np.full(ROWS, pair.bonus)
     temperature = np.full(ROWS, TEMPERATURE, np.float32)
     given: list[list[int]] = [[] for _ in range(ROWS)]
@@ -162,9 +102,10 @@ def _sample(pair: Pair, runs: int, accept: Accept, seed: int) -> Sampled:
     accepted = looked_at = 0
     while min(map(len, done)) < each:
         uniforms = (rng.integers(0, 2**23, (ROWS, DRAFTS)) / 2**23).astype(np.float32)
-        block = session.draft(bonus, start, start, new_len, slot, temperature, uniforms)
+        block = session.draft(DraftRows(bonus, start, start, new_len, slot, temperature, uniforms))
         assert block.q is not None
-        out = session.verify(np.concatenate((bonus[:, None], block.ids), axis=1), start, slot)
+        out = session.verify(target_rows(np.concatenate((bonus[:, None], block.ids), axis=1), start, slot))
+        logits = out.logits.reshape(ROWS, 1 + DRAFTS, -1)
         tests, finals = rng.random((ROWS, DRAFTS)), rng.random(ROWS)
         for r in range(ROWS):
             a, token = accept(
@@ -172,7 +113,7 @@ def _sample(pair: Pair, runs: int, accept: Accept, seed: int) -> Sampled:
                 r,
                 block.ids[r],
                 block.q[r],
-                lambda i, rows=out.logits[r]: probabilities(rows[i], params),
+                lambda i, rows=logits[r]: probabilities(rows[i], params),
                 tests[r],
                 float(finals[r]),
             )
@@ -186,28 +127,6 @@ def _sample(pair: Pair, runs: int, accept: Accept, seed: int) -> Sampled:
     session.close()
     tokens = np.array([run for row in done for run in row[:each]])
     return Sampled(tokens, accepted, looked_at)
-
-
-def p_value(joint: Array, tokens: Array, cells: int = 100) -> float:
-    """χ² of the outcomes against the joint distribution, neighbours merged until each cell is expected `LEAST` times;
-    at least `cells` are left."""
-    vocab = joint.shape[0]
-    expected = joint.reshape(-1) * len(tokens)
-    cell = np.empty(expected.size, np.int64)
-    index, mass, sums = 0, 0.0, []
-    for i, value in enumerate(expected.tolist()):
-        cell[i] = index
-        mass += value
-        if mass >= LEAST:
-            sums.append(mass)
-            index, mass = index + 1, 0.0
-    sums[-1] += mass
-    cell = np.minimum(cell, len(sums) - 1)
-    outcome = (tokens[:, 0] * vocab + tokens[:, 1]) * vocab + tokens[:, 2]
-    observed = np.bincount(cell[outcome], minlength=len(sums))
-    assert len(sums) >= cells, "too few cells to tell anything"
-    expected_counts = np.array(sums) * (observed.sum() / sum(sums))
-    return float(chisquare(observed, expected_counts).pvalue)
 
 
 def as_served(
@@ -236,7 +155,6 @@ def q_of_another_temperature(
 
 
 def test_joint_distribution(pair: Pair, record_property: Any) -> None:
-    np.testing.assert_allclose(pair.joint.sum(), 1, rtol=1e-6)
     found = sample(pair, RUNS, as_served, seed=11)
     assert len(found.tokens) >= RUNS
     p = p_value(pair.joint, found.tokens)
@@ -253,33 +171,3 @@ def test_mutants_are_found(pair: Pair, mutant: Accept) -> None:
     p = p_value(pair.joint, found.tokens)
     print(f"acceptance {found.rate:.3f}, p {p:.3g}")
     assert p < 1e-6
-
-
-def test_served_with_top_p(tiny_bundle: Callable[..., Path], tmp_path: Path) -> None:
-    """The engine itself, one request at a time: the prefill's token, then those of whole rounds, all cut by top_p."""
-    directory = TINY_PAIRS / PAIR
-    target = load_target(directory / "target")
-    prompt = tiny_prompts(PAIR)[2]["input_ids"]
-    joint = exact(
-        tmp_path,
-        target,
-        load_drafter(directory / "drafter", target),
-        prompt,
-        lambda logits: nucleus(softmax(logits / WARM)),
-    )
-    accepted = looked_at = 0
-    tokens = np.empty((SERVED, TOKENS), np.int64)
-    with runtime.Engine(tiny_bundle(PAIR), check="quick", threads=1) as engine:
-        for i in range(SERVED):
-            sampling = SamplingParams(WARM, TOP_P, seed=5)
-            request = runtime.Request(tuple(prompt), max_new_tokens=TOKENS + 2, sampling=sampling, draw_stream=i)
-            result = engine.result(engine.submit(request))
-            tokens[i] = result.token_ids[:TOKENS]
-            accepted += sum(result.stats.accepted)
-            looked_at += sum(min(a + 1, n) for a, n in zip(result.stats.accepted, result.stats.proposed, strict=True))
-    outcome = joint[tuple(tokens.T)]
-    assert (outcome > 0).all(), "a token outside the nucleus"
-    p = p_value(joint, tokens, cells=20)
-    print(f"acceptance {accepted / looked_at:.3f}, p {p:.3g}")
-    assert 0.2 < accepted / looked_at < 0.8
-    assert p > 1e-3

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from runtime import Piece, Request, RequestError, Result, Stats, chat
+from runtime import Piece, Request, RequestError, Result, SamplingParams, Stats, chat
 from runtime.__main__ import _parser, main
 from runtime.manifest import Limits
-from runtime.request import Seconds
+from runtime.result import Seconds
 
 LIMIT = 40
 """Tokens that the scripted engine holds: a character is a token."""
@@ -131,10 +131,11 @@ def test_piped_prompts_give_bare_answers(talk: Callable[..., Engine], capsys: py
 
 def test_options_reach_the_request(talk: Callable[..., Engine]) -> None:
     options = ["--max-new-tokens=7", "--temperature=0.5", "--top-p=0.9", "--seed=3", "--max-draft=2", "--no-speculate"]
+    options += ["--top-k=5", "--min-p=0.1"]
     engine = talk(["a", "b"], *options, "--system=be brief", "--check=quick")
     first, second = engine.requests
     assert (first.max_new_tokens, first.max_draft, first.speculate) == (7, 2, False)
-    assert (first.sampling.temperature, first.sampling.top_p, first.sampling.seed) == (0.5, 0.9, 3)
+    assert first.sampling == SamplingParams(temperature=0.5, top_p=0.9, seed=3, top_k=5, min_p=0.1)
     assert engine.prompts[0] == "s:be brief|u:a"
     assert engine.check == "quick"
     # Turns of one seed draw from different streams.
@@ -214,7 +215,9 @@ def test_a_bundle_that_has_no_text(talk: Callable[..., Engine], attributes: dict
         talk(["one"], **attributes)
 
 
-@pytest.mark.parametrize("option", ["--temperature=-1", "--top-p=0", "--max-new-tokens=-1", "--max-draft=5"])
+@pytest.mark.parametrize(
+    "option", ["--temperature=-1", "--top-p=0", "--min-p=2", "--top-k=-1", "--max-new-tokens=-1", "--max-draft=5"]
+)
 def test_bad_options_are_one_line(
     option: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 import runtime
-from runtime import Engine, Handle, Request, RequestError, Result
-from runtime.request import StatsRecorder
+from runtime import Engine, Handle, Request, RequestError, Result, ServingError
+from runtime.result import StatsRecorder
 from runtime.sampling import SamplingParams
-from runtime.sessions.base import DraftOut, TargetOut
-from runtime.slots import RingState
-from tests.support import tiny_prompts
+from runtime.sessions.base import DraftOut, DraftRows, TargetOut
+from runtime.slots import SlotState
+from tests.support import target_rows, tiny_prompts
 
 PROMPTS = [tuple(p["input_ids"]) for p in tiny_prompts("llama")]
 GREEDY = [p["greedy_new_tokens"] for p in tiny_prompts("llama")]
@@ -37,7 +37,7 @@ def engine(bundle: Path) -> Iterator[Engine]:
 
 def request(prompt: int | tuple[int, ...] = 0, **changes: Any) -> Request:
     ids = PROMPTS[prompt] if isinstance(prompt, int) else prompt
-    return Request(ids, **({"max_new_tokens": TOKENS} | changes))
+    return Request(ids, **({"max_new_tokens": TOKENS, "adaptive": False} | changes))
 
 
 def sampled(seed: int = 3, temperature: float = 1.0, top_p: float = 1.0) -> SamplingParams:
@@ -75,7 +75,7 @@ def test_exactly_as_many_tokens_as_asked(engine: Engine, tokens: int, speculate:
 
 def test_no_tokens_touch_no_slot(engine: Engine) -> None:
     handle = engine.submit(request(max_new_tokens=0))
-    assert engine._scheduler.idle
+    assert engine.idle
     assert engine.result(handle) == Result("", (), "length", StatsRecorder().freeze())
 
 
@@ -137,7 +137,7 @@ def test_stop_token_inside_an_accepted_block(engine: Engine, prompt: int) -> Non
     rounds = result.stats.rounds
     assert result.stats.accepted[:-1] == whole.stats.accepted[: rounds - 1]
     assert 1 + sum(result.stats.accepted) + rounds - 1 == len(result.token_ids)
-    assert engine._slots.free_count == 4
+    assert engine.stats().free_slots == 4
 
 
 def test_stop_token_of_the_prefill(engine: Engine) -> None:
@@ -229,12 +229,12 @@ class Recording:
 
 
 def recorded(engine: Engine, made: Request) -> tuple[Result, list[bytes]]:
-    session = engine._session
-    engine._session = recording = Recording(session)  # type: ignore[assignment]
+    session = engine._calls.session
+    engine._calls.session = recording = Recording(session)  # type: ignore[assignment]
     try:
         return run(engine, made)[0], recording.rows
     finally:
-        engine._session = session
+        engine._calls.session = session
 
 
 @pytest.mark.parametrize("sampling", [SamplingParams(), sampled(7)])
@@ -287,17 +287,17 @@ def test_five_requests_on_four_slots_equal_singles(bundle: Path, engine: Engine)
 
     class Counting(Recording):
         def verify(self, *args: Any) -> TargetOut:
-            batches.add(len(args[0]))
+            batches.add(len(args[0].slot))
             out: TargetOut = session.verify(*args)
             return out
 
-    engine._session = Counting(session)  # type: ignore[assignment]
+    engine._calls.session = Counting(session)  # type: ignore[assignment]
     results = [engine.result(handle) for handle in handles]
     assert batches == {1, 2, 3, 4}
     for i, (made_one, result) in enumerate(zip(made, results, strict=True)):
         assert list(result.token_ids) == GREEDY[i][: made_one.max_new_tokens], i
         assert result.stats.accepted == single(bundle, made_one).stats.accepted
-    assert engine._slots.free_count == 4
+    assert engine.stats().free_slots == 4
 
 
 def test_seeds_repeat_and_don_t_depend_on_neighbours(bundle: Path, engine: Engine) -> None:
@@ -337,13 +337,13 @@ def test_cancel_frees_the_slot(engine: Engine) -> None:
     waiting, gone = engine.submit(request(4)), engine.submit(request(5))
     for _ in range(12):
         engine.step()
-    assert engine._slots.free_count == 0
+    assert engine.stats().free_slots == 0
     engine.cancel(handles[1])
     engine.cancel(gone)  # which never ran
     engine.cancel(gone)
-    assert engine._slots.free_count == 1
+    assert engine.stats().free_slots == 1
     engine.step()
-    assert engine._slots.free_count == 0
+    assert engine.stats().free_slots == 0
     assert list(engine.result(waiting).token_ids) == GREEDY[4][:TOKENS]
     cancelled = engine.result(handles[1])
     assert cancelled.finish_reason == "cancelled"
@@ -352,7 +352,7 @@ def test_cancel_frees_the_slot(engine: Engine) -> None:
     assert engine.result(gone) == Result("", (), "cancelled", StatsRecorder().freeze())
     for i in (0, 2, 3):
         assert list(engine.result(handles[i]).token_ids) == GREEDY[i][:TOKENS]
-    assert engine._scheduler.idle
+    assert engine.idle
     with pytest.raises(RequestError, match="handle: no such request"):
         engine.cancel(handles[1])
 
@@ -407,7 +407,7 @@ def test_bad_requests(engine: Engine, arguments: dict[str, Any], message: str) -
     assert "\n" not in str(caught.value)
     for name, state in engine._session._state.items():  # type: ignore[attr-defined]
         np.testing.assert_array_equal(state, before[name])
-    assert engine._scheduler.idle
+    assert engine.idle
     assert not engine._sequences
 
 
@@ -419,23 +419,25 @@ def test_a_draft_without_committed_tokens_is_refused_before_any_write(engine: En
     rows = np.zeros(2, np.int64)
     with pytest.raises(ValueError, match=f"start_pos: .*expected > 0; found {start}"):
         session.draft(
-            rows,
-            np.array([9, start]),
-            rows,
-            rows + 3,
-            np.array([0, 1]),
-            np.zeros(2, np.float32),
-            np.zeros((2, 5), np.float32),
+            DraftRows(
+                rows,
+                np.array([9, start]),
+                rows,
+                rows + 3,
+                np.array([0, 1]),
+                np.zeros(2, np.float32),
+                np.zeros((2, 5), np.float32),
+            )
         )
     for name, state in session._state.items():
         np.testing.assert_array_equal(state, before[name])
     with pytest.raises(RequestError, match="start_pos > 0"):
-        RingState(64).draft_window()
+        SlotState(64, 6).draft_window()
 
 
 def test_more_rows_than_any_engine_holds(engine: Engine) -> None:
     with pytest.raises(RequestError, match="batch: no engine holds so many rows"):
-        engine._session.prefill(np.zeros((5, 1), np.int64), np.zeros(5, np.int64), np.arange(5))
+        engine._session.prefill(target_rows(np.zeros((5, 1), np.int64), np.zeros(5, np.int64), np.arange(5)))
 
 
 @pytest.mark.parametrize("threads", [0, -1, 100_000, "a", True, 1.5])
@@ -471,10 +473,10 @@ def test_an_interrupted_generate_leaves_nothing_running(engine: Engine, monkeypa
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "_decode", interrupt)
+        patch.setattr(engine._session, "verify", interrupt)
         with pytest.raises(KeyboardInterrupt):
             runtime.generate(engine, [[1, 2], [3, 4], [5]])
-    assert engine._scheduler.idle
+    assert engine.idle
     assert not engine._sequences
     assert len(runtime.generate(engine, [[1, 2]], max_new_tokens=3)[0].token_ids) == 3
 
@@ -489,7 +491,6 @@ def test_logits_that_are_no_numbers_are_refused(engine: Engine, monkeypatch: pyt
         return out
 
     monkeypatch.setattr(session, "verify", broken)
-    with pytest.raises(
-        RequestError, match=r"^logits: the largest one is not a number; expected a finite value; found nan"
-    ):
+    problem = r"^request \d+: failed while it was served; found logits: the largest one is not a number; .* found nan"
+    with pytest.raises(ServingError, match=problem):
         runtime.generate(engine, [[1, 2]])

@@ -49,7 +49,9 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
     assert python(f"import sys, runtime; print(sorted({HEAVY} & set(sys.modules)))").stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("module", ["verify", "sampling", "slots", "scheduler", "request"])
+@pytest.mark.parametrize(
+    "module", ["verify", "sampling", "distribution", "slots", "scheduler", "policy", "request", "result", "stats"]
+)
 def test_modules_without_a_model_load_only_numpy(module: str) -> None:
     out = python(f"import sys, runtime.{module}; print(sorted({HEAVY} - {{'numpy'}} & set(sys.modules)))").stdout
     assert out.strip() == "[]"
@@ -69,7 +71,10 @@ def test_every_public_name_is_reachable_and_listed() -> None:
 
 
 def test_a_star_import_brings_the_public_names() -> None:
-    assert python("from runtime import *; print(generate.__name__, Engine.__name__)").stdout == "generate Engine\n"
+    assert (
+        python("from runtime import *; print(generate.__name__, AsyncEngine.__name__)").stdout
+        == "generate AsyncEngine\n"
+    )
 
 
 def test_errors_need_no_package() -> None:

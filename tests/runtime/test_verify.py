@@ -6,7 +6,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.errors import RequestError
-from runtime.verify import accept_greedy, accept_sampled, acceptance_probability, emit, proposal_length, residual
+from runtime.verify import (
+    accept_greedy,
+    accept_matching,
+    accept_sampled,
+    acceptance_probability,
+    emit,
+    proposal_length,
+    residual,
+)
 
 IDS = st.integers(0, 5)
 
@@ -52,6 +60,31 @@ def test_accept_greedy(proposed: list[int], data: st.DataObject) -> None:
     assert accepted == len(proposed) or proposed[accepted] != argmax[accepted]
     assert next_token == argmax[accepted]
     assert type(next_token) is int
+
+
+@given(st.lists(IDS, max_size=7), st.data())
+@settings(max_examples=60, deadline=None)
+def test_accept_matching_is_plain_decoding(proposed: list[int], data: st.DataObject) -> None:
+    """What is committed is what the target picks one token after the other, each pick depending on those before it."""
+    salt = data.draw(st.integers(0, 99))
+
+    def pick(before: list[int]) -> int:
+        return (salt + sum(before) * 7 + len(before)) % 3  # few values: drafts do match
+
+    asked: list[int] = []
+
+    def token(i: int) -> int:
+        asked.append(i)
+        return pick(proposed[:i])
+
+    accepted, next_token = accept_matching(proposed, token)
+    plain: list[int] = []
+    while len(plain) <= accepted:
+        plain.append(pick(plain))
+    assert [*proposed[:accepted], next_token] == plain
+    assert accepted == len(proposed) or proposed[accepted] != next_token
+    assert asked == list(range(accepted + 1)), "rows beyond the first mismatch are never computed"
+    assert accept_matching(np.array(proposed, np.int64), token) == (accepted, next_token)
 
 
 def test_row_counts_are_checked():

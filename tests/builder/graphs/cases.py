@@ -37,7 +37,7 @@ class Case:
         args = {name: torch.from_numpy(value) for name, value in self.inputs.items()}
         results: Any
         if self.op_type in CHAINS:
-            chain = ("base", "hidden", "bonus", "temperature", "uniforms")
+            chain = ("base", "hidden", "bonus", "temperature", "uniforms", "noise")
             weights = [value for name, value in args.items() if name not in chain]
             results = ops.markov_chain(CHAINS[self.op_type], *(args[name] for name in chain), weights)
         else:
@@ -164,6 +164,8 @@ def chain(op_type: str, seed: int, temperatures: str = "mixed") -> Case:
         "bonus": rng.integers(0, vocab, b),
         "temperature": temperature,
         "uniforms": (rng.integers(0, 2**23, (b, s)) / 2**23).astype(np.float32),
+        # Of every other case none, as one column of zeros.
+        "noise": _normal(rng, b, s, vocab) if seed % 2 else np.zeros((b, s, 1), np.float32),
     }
     # The smallest uniform, where the first token has no probability at all, and the largest.
     inputs["uniforms"][-1, 0], inputs["base"][-1, 0, 0] = 0, -1e9

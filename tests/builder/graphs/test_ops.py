@@ -111,7 +111,7 @@ def naive_chain(kind: str, x: Arrays, b: int) -> list[dict[str, Any]]:
     temperature = float(x["temperature"][b])
     for j in range(x["base"].shape[1]):
         row = x["w1"][prev].astype(np.float64) if rank else np.zeros(0)
-        h, logits = x["hidden"][b, j].astype(np.float64), x["base"][b, j].astype(np.float64)
+        h, logits = x["hidden"][b, j].astype(np.float64), x["base"][b, j].astype(np.float64) + x["noise"][b, j]
         mixed = row
         if kind == "gated":
             mixed = row / (1 + np.exp(-(x["proj_w"] @ np.concatenate((h, row)) + x["proj_b"])))

@@ -18,9 +18,11 @@ from builder.passes.base import apply
 from builder.passes.cpu import FixBatch, SlotsToBindings
 from builder.passes.cpu_functions import CPU_DOMAIN
 from builder.passes.fusion import FuseMatMul, FuseSkipNorm
+from runtime.sessions.base import DraftRows
 from runtime.sessions.ort import OrtSession
 from tests.builder.graphs import cases
 from tests.builder.graphs.cases import CHAINS, SEEDS, Arrays, Case, assert_close
+from tests.support import target_rows
 
 # Operator inputs and outputs that are state, by the names they have in a graph.
 STATE = {"k_cache": "k_cache.0", "v_cache": "v_cache.0", "ring": "ring_k.0", "ring_k": "ring_k.0", "ring_v": "ring_v.0"}
@@ -36,11 +38,11 @@ def lowered(case: Case) -> ir.Model:
         results["rows"] = ""
     node = helper.make_node(case.op_type, list(names.values()), list(results.values()), domain=DOMAIN)
     extra: Arrays = {name: np.zeros(batch, np.int64) for name in ("start", "slot") if name not in case.inputs}
-    if case.op_type == "CachedAttention":
-        extra["ids"] = np.zeros(case.inputs["q"].shape[:2], np.int64)
     inputs = [
         helper.make_tensor_value_info(
-            names.get(name, name), helper.np_dtype_to_tensor_dtype(value.dtype), _symbolic(name, value)
+            names.get(name, name),
+            helper.np_dtype_to_tensor_dtype(value.dtype),
+            _symbolic(name, value, packed=case.op_type == "CachedAttention"),
         )
         for name, value in (case.inputs | extra).items()
     ]
@@ -54,10 +56,10 @@ def lowered(case: Case) -> ir.Model:
     ]
     nodes = [node]
     if "out" in results:
-        # As in a whole graph, nothing of the operator but state is an output of the graph. A target has taps.
-        last = "taps" if case.op_type == "CachedAttention" else "attended"
-        nodes.append(helper.make_node("Identity", ["out"], [last]))
-        outputs[0] = helper.make_tensor_value_info(last, onnx.TensorProto.FLOAT, _symbolic("out", expected["out"]))
+        # As in a whole graph, nothing of the operator but state is an output of the graph.
+        nodes.append(helper.make_node("Identity", ["out"], ["attended"]))
+        shape = _symbolic("out", expected["out"], packed=case.op_type == "CachedAttention")
+        outputs[0] = helper.make_tensor_value_info("attended", onnx.TensorProto.FLOAT, shape)
     graph = helper.make_graph(nodes, "target" if case.op_type == "CachedAttention" else "seed", inputs, outputs)
     domains = {"": OPSET, DOMAIN: 1, "com.microsoft": 1}
     model = helper.make_model(
@@ -66,17 +68,23 @@ def lowered(case: Case) -> ir.Model:
     return apply(ir.serde.deserialize_model(model), [FixBatch(batch), SlotsToBindings(batch)])
 
 
-def _symbolic(name: str, value: NDArray[Any]) -> list[int | str]:
+def _symbolic(name: str, value: NDArray[Any], packed: bool = False) -> list[int | str]:
     if name.removesuffix("_out") in STATE:
         return ["slots", *value.shape[1:]]
+    if packed and name in ("q", "k", "v", "out"):
+        return ["b", "w", *value.shape[2:]]
     return list(value.shape) if name in ("cos", "sin", "w1", "w2", "proj_w", "proj_b") else ["b", *value.shape[1:]]
 
 
-def run_in_place(model: ir.Model, case: Case) -> Arrays:
-    """The results by the operator's names, every row's state bound to its slot's part of one buffer, in and out."""
+def run_in_place(model: ir.Model, case: Case, counts: NDArray[np.int64] | None = None) -> Arrays:
+    """The results by the operator's names, every row's state bound to its slot's part of one buffer, in and out. Of a
+    target's rows, the first `counts` are packed (all of them when None), and come back at their places."""
     session = _session(model)
     inputs, outputs = ({v.name for v in values} for values in (session.get_inputs(), session.get_outputs()))
     binding, state = session.io_binding(), {}
+    packed = case.op_type == "CachedAttention"
+    if packed and counts is None:
+        counts = np.full(case.inputs["q"].shape[0], case.inputs["q"].shape[1])
     free = sorted(name for name in outputs if not name.endswith(".new"))
     for name in free:
         binding.bind_output(name, "cpu")
@@ -90,14 +98,18 @@ def run_in_place(model: ir.Model, case: Case) -> Arrays:
                 if f"{STATE[name]}.row{r}.new" in outputs:
                     binding.bind_output(f"{STATE[name]}.row{r}.new", *place)
         elif name in inputs:
+            if packed and counts is not None and name in ("q", "k", "v"):
+                value = np.concatenate([row[:n] for row, n in zip(value, counts, strict=True)])[None]
             binding.bind_cpu_input(name, np.ascontiguousarray(value))
-    if "ids" in inputs:
-        binding.bind_cpu_input("ids", np.zeros(case.inputs["q"].shape[:2], np.int64))
+    if packed:
+        binding.bind_cpu_input("count", counts)
     session.run_with_iobinding(binding)
     found = dict(zip(free, binding.copy_outputs_to_cpu(), strict=False))
-    rows = [name for name in free if name.startswith("taps.row")]
-    if rows:
-        found["out"] = np.concatenate([found[f"taps.row{r}"] for r in range(len(rows))])
+    if packed and counts is not None:
+        b, w = case.inputs["q"].shape[:2]
+        found["out"] = np.zeros((b, w, found["attended"].shape[2]), np.float32)
+        for r, row in enumerate(np.split(found["attended"][0], np.cumsum(counts)[:-1])):
+            found["out"][r, : len(row)] = row
     elif "attended" in found:
         found["out"] = found["attended"]
     return found | {f"{name}_out": value for name, value in state.items()}
@@ -138,6 +150,23 @@ def check(case: Case) -> Arrays:
 @pytest.mark.parametrize("head_dim", [8, 16])  # the kernel rotates heads of 16 itself
 def test_cached_attention(seed: int, head_dim: int) -> None:
     check(cases.cached_attention(seed, head_dim))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("head_dim", [8, 16])
+def test_rows_of_different_lengths_are_packed(seed: int, head_dim: int) -> None:
+    """Each row's first ids give what they give in a batch of full rows, and write nothing for the others."""
+    case = cases.cached_attention(seed, head_dim)
+    b, w = case.inputs["q"].shape[:2]
+    counts = np.random.default_rng(seed).integers(1, w + 1, b)
+    found, expected = run_in_place(lowered(case), case, counts), case.eager()
+    for r in range(case.real):
+        n, slot, start = counts[r], case.inputs["slot"][r], case.inputs["start"][r]
+        assert_close(found["out"][r, :n], expected["out"][r, :n])
+        for name in ("k_cache", "v_cache"):
+            after, before = found[f"{name}_out"][slot], case.inputs[name][slot]
+            assert_close(after[:, start : start + n], expected[f"{name}_out"][slot][:, start : start + n])
+            np.testing.assert_array_equal(after[:, start + n :], before[:, start + n :])
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -288,13 +317,13 @@ def test_calls_write_no_row_but_theirs(tiny_bundle: Any) -> None:
     block, scratch = session.limits.block_size, session.limits.slots
     start, slot = np.array([9, 20, 31]), np.array([2, 0, 3])  # a row of scratch makes the batch of 4 whole
 
-    session.verify(rng.integers(0, 130, (3, block + 1)), start, slot)
+    session.verify(target_rows(rng.integers(0, 130, (3, block + 1)), start, slot))
     for name, state in session._state.items():
         changed = (state != before[name]).any(axis=(1, 3) if name != "taps" else 2)
         expected = np.zeros_like(changed)
         for s, at in zip(slot, start, strict=True):
             if name == "taps":
-                expected[s] = True
+                expected[s, : block + 1] = True
             elif not name.startswith("ring"):
                 expected[s, at : at + block + 1] = True
         np.testing.assert_array_equal(changed[:scratch], expected[:scratch], name)
@@ -302,13 +331,15 @@ def test_calls_write_no_row_but_theirs(tiny_bundle: Any) -> None:
     before = {name: state.copy() for name, state in session._state.items()}
     new_len, window = np.array([3, 0, 6]), session.limits.window
     session.draft(
-        rng.integers(0, 130, 3),
-        start + 60,
-        np.array([5, 2, 40]),
-        new_len,
-        slot,
-        np.zeros(3, np.float32),
-        np.zeros((3, block), np.float32),
+        DraftRows(
+            rng.integers(0, 130, 3),
+            start + 60,
+            np.array([5, 2, 40]),
+            new_len,
+            slot,
+            np.zeros(3, np.float32),
+            np.zeros((3, block), np.float32),
+        )
     )
     for name, state in session._state.items():
         changed = (state != before[name]).any(axis=(1, 3) if name != "taps" else 2)
