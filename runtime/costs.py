@@ -22,6 +22,9 @@ BELIEF = 30
 NEAR = 2
 """How many times a size its neighbour may be, for those between to be taken as on the line."""
 
+RENEWED, FEW = 16, 4
+"""Calls for which estimates are used again, unless a size was seen for one of its first few times."""
+
 Size = tuple[int, ...]
 
 
@@ -41,6 +44,7 @@ class CostTable:
         self._costs: dict[str, dict[Size, float]] = {}
         self._times: dict[tuple[str, Size], int] = {}
         self._seen: dict[tuple[str, Size], int] = {}
+        self._bounds: dict[str, tuple[Bounds, int]] = {}
         self._calls = 0
         self._pace = 1.0
 
@@ -59,11 +63,20 @@ class CostTable:
             self._pace += PACE * (seconds / known - self._pace)
             weight = max(SMOOTHING, 1 / (1 + times))
             costs[size] = known + weight * (seconds / self._pace - known)
+        if times < FEW:
+            self._bounds.pop(kind, None)
         self._times[kind, size] = times + 1
         self._seen[kind, size] = self._calls
 
     def bounds(self, kind: str) -> Bounds:
-        """What calls of this kind may cost at least now."""
+        """What calls of this kind may cost at least, now or some calls ago."""
+        made, calls = self._bounds.get(kind, (None, 0))
+        if made is None or self._calls - calls >= RENEWED:
+            made = self._estimate(kind)
+            self._bounds[kind] = made, self._calls
+        return made
+
+    def _estimate(self, kind: str) -> Bounds:
         faded = {}
         for size, cost in self._costs.get(kind, {}).items():
             age = (self._calls - self._seen[kind, size]) / min(self._times[kind, size], BELIEF)

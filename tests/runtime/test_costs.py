@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from runtime.costs import BELIEF, FADE, OUTLIER, CostTable
+from runtime.costs import BELIEF, FADE, OUTLIER, RENEWED, CostTable
 
 
 def learnt(*times: tuple[tuple[int, ...], float]) -> CostTable:
@@ -77,3 +77,13 @@ def test_what_was_seen_long_ago_fades() -> None:
     assert often.bounds("verify")((2,)) == pytest.approx(1.5 * FADE ** (500 / BELIEF), rel=0.02)
     table.observe("verify", (2,), 1.5)
     assert table.bounds("verify")((2,)) == pytest.approx(1.5, rel=0.01)
+
+
+def test_estimates_are_renewed() -> None:
+    table = learnt(*[((1,), 1.0)] * 10)
+    assert table.bounds("verify")((1,)) == pytest.approx(1.0)
+    table.observe("verify", (2,), 1.9)  # a new size shows at once
+    assert table.bounds("verify")((2,)) == 1.9
+    for _ in range(RENEWED):
+        table.observe("draft", (1,), 1.0)
+    assert table.bounds("verify")((2,)) == pytest.approx(1.9 * FADE**RENEWED)
