@@ -5,7 +5,12 @@ PY := .venv/bin/python
 BUILD_READY := .venv/.build-ready
 DEV_READY := .venv/.dev-ready
 
-.PHONY: help demo target test fuzz lint format bench clean
+# The GPU targets take the Python of the machine with the card, which has torch for CUDA, onnxruntime-gpu and pytest.
+GPU_PY ?= python3
+# ONNX Runtime's headers, for the plugins (plugins/README.md).
+ONNXRUNTIME_INCLUDE_DIR ?=
+
+.PHONY: help demo target test fuzz lint format bench plugins test-gpu bench-gpu clean
 
 help:
 	@echo "make demo    build the demo pair and stream answers for three prompts"
@@ -14,6 +19,9 @@ help:
 	@echo "make lint    ruff and mypy only"
 	@echo "make format  let ruff format and sort"
 	@echo "make bench   measure the demo pair: JSON and PNG in build/bench; BENCH='--only concurrency' measures a part"
+	@echo "make plugins ONNXRUNTIME_INCLUDE_DIR=DIR   compile the CUDA kernels into plugins/build"
+	@echo "make test-gpu    the tests that need a CUDA card, with GPU_PY=python3"
+	@echo "make bench-gpu   measure a CUDA card: JSON and PNG in build/bench_gpu; BENCH='--bundle DIR' for the real pair"
 	@echo "make clean   remove .venv, caches and built bundles"
 
 demo: $(BUILD_READY)
@@ -41,8 +49,18 @@ format: $(DEV_READY)
 bench: $(DEV_READY) target
 	$(PY) tests/bench/bench.py $(BENCH)
 
+plugins:
+	cmake -S plugins -B plugins/build -DONNXRUNTIME_INCLUDE_DIR="$(abspath $(ONNXRUNTIME_INCLUDE_DIR))"
+	cmake --build plugins/build --parallel
+
+test-gpu:
+	$(GPU_PY) -m pytest tests/plugins tests/gpu
+
+bench-gpu:
+	$(GPU_PY) -m tests.bench_gpu.bench $(BENCH)
+
 clean:
-	rm -rf .venv .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis engines/build *.egg-info
+	rm -rf .venv .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis engines/build plugins/build *.egg-info
 
 # Debian's Python has venv without ensurepip: the outer pip then fills the environment.
 $(PY):

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from builder import bundle
+from builder.plugin_library import check_library, copy_library
 from builder.profile import Profile, Resolution, check_memory, check_profile, resolve
 from runtime.errors import BundleError
-from runtime.libraries import BUILD_PACKAGES, RUN_PACKAGES, installed
+from runtime.libraries import BACKENDS, BUILD_PACKAGES, RUN_PACKAGES, installed
 from runtime.machine import available_memory, human_bytes
 from runtime.manifest import (
     FORMAT_VERSION,
@@ -60,15 +61,21 @@ STAGES: Mapping[str, tuple[float, float]] = {
 }
 
 
+_ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+_PRECISION_BYTES = {"f32": 4, "f16": 2, "bf16": 2}  # of most weights
+
+
 @dataclass(frozen=True)
 class BuildOptions:
-    """What to build from what. `profile` already holds the command line's overrides."""
+    """What to build from what. `profile` already holds the command line's overrides; `plugins` is a library of kernels
+    that the bundle takes along."""
 
     target: Path
     drafter: Path
     out: Path
     profile: Profile = field(default_factory=Profile)
     overwrite: bool = False
+    plugins: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -148,28 +155,32 @@ def build(options: BuildOptions, progress: Progress) -> BuildReport:
     check_profile(profile)
     bundle.check_output(options.out, overwrite=options.overwrite)
     backends.check(profile.backend)
+    if options.plugins is not None:
+        check_library(options.plugins, profile.backend)
     clock = _Clock(progress)
     with clock.stage("read checkpoints"):
         from builder import checkpoints
 
         target = checkpoints.load_target(options.target)
         drafter = checkpoints.load_drafter(options.drafter, target)
-        # Until duplicates are dropped, so at most this much.
-        weight_bytes = 4 * sum(
+        elements = sum(
             math.prod(tensors.shape(name)) for tensors in (target.tensors, drafter.tensors) for name in tensors.names()
         )
-        clock.gib = weight_bytes / 2**30
+        # Until duplicates are dropped, so at most this much.
+        weight_bytes = _PRECISION_BYTES[profile.precision] * elements
+        clock.gib = 4 * elements / 2**30
     with clock.stage("plan"):
         plan = resolve(profile, target.spec, drafter.spec)
         for warning in plan.warnings:
             progress.warning(warning)
-        backend = backends.get(profile.backend)
+        backend = backends.get(profile.backend, profile.precision)
         state = tuple(backend.state(target.spec, drafter.spec, plan.limits))
         memory = _memory(state, plan.limits.slots, weight_bytes)
-        check_memory(memory, plan.limits, available_memory())
+        # What a GPU will serve needs no memory here.
+        check_memory(memory, plan.limits, None if BACKENDS[profile.backend].architectures else available_memory())
         _check_disk(options.out, weight_bytes)
     with bundle.Staging(options.out, overwrite=options.overwrite) as staging:
-        manifest = _fill(staging.directory, target, drafter, profile, plan, backend, state, clock)
+        manifest = _fill(staging.directory, target, drafter, options, plan, backend, state, clock)
         report = _report(options, manifest, plan.warnings, clock)
         _write_json(staging.directory / REPORT_NAME, _report_json(report))
         with clock.stage("swap in"):
@@ -181,7 +192,7 @@ def _fill(
     directory: Path,
     target: TargetCheckpoint,
     drafter: DrafterCheckpoint,
-    profile: Profile,
+    options: BuildOptions,
     plan: Resolution,
     backend: BackendBuilder,
     state: tuple[StateTensor, ...],
@@ -192,7 +203,7 @@ def _fill(
 
     limits = plan.limits
     with clock.stage("write weights"):
-        index = weights.write_weights(directory, target, drafter, limits)
+        index = weights.write_weights(directory, target, drafter, limits, options.profile.precision)
     # Before the export: the weights are mapped then, and the exporter's own memory would come on top.
     with clock.stage("record vectors"):
         vectors.record(directory, target.spec, drafter.spec, index, limits)
@@ -207,14 +218,14 @@ def _fill(
             format=FORMAT_VERSION,
             producer=f"{DISTRIBUTION} {VERSION}",
             identity="",
-            backend=replace(backend.describe(), precision=profile.precision),
+            backend=replace(backend.describe(), precision=options.profile.precision),
             limits=limits,
             serving=plan.serving,
             models=_models(target.spec, drafter.spec, target.tokenizer),
             engines=tuple(engines),
             state=state,
             memory=_memory(state, limits.slots, backend.loaded_bytes(graphs, index)),
-            plugins=(),
+            plugins=() if options.plugins is None else (copy_library(directory, options.plugins),),
             conventions=CONVENTIONS,
             target=_source(target.source),
             drafter=_source(drafter.source),
@@ -256,8 +267,7 @@ def _object(spec: TargetSpec | DrafterSpec) -> dict[str, object]:
 
 def _memory(state: tuple[StateTensor, ...], slots: int, weights: int) -> Memory:
     """Bytes that serving takes: the `weights`, and the back end's `state` for every slot and the scratch slot."""
-    item = {"float32": 4}
-    per_tensor = [(tensor.kind, math.prod(tensor.shape) * item[tensor.dtype]) for tensor in state]
+    per_tensor = [(tensor.kind, math.prod(tensor.shape) * _ITEM_BYTES[tensor.dtype]) for tensor in state]
     per_slot = sum(size for _, size in per_tensor)
     ring = sum(size for kind, size in per_tensor if kind == "ring")
     return Memory(weights, per_slot, ring, weights + (slots + 1) * per_slot)

@@ -49,8 +49,14 @@ def group() -> None:
     help="Context rows the drafter sees (W): block size + 2 to its trained positions.  [default: 2048]",
 )
 @click.option("--max-seq-len", type=int, help="Most tokens of a sequence, prompt included.  [default: 2048]")
-@click.option("--precision", help="Precision of the weights: f32.")
-@click.option("--backend", help="Back end: ort-cpu.")
+@click.option("--precision", help="Precision of weights and state: f32; on ort-cuda bf16 or f16 too.")
+@click.option("--backend", help="Back end: ort-cpu or ort-cuda.")
+@click.option(
+    "--plugins",
+    type=click.Path(path_type=Path),
+    metavar="LIB",
+    help="Kernels that an ort-cuda bundle takes along: libdspark_ort.so, built from plugins/.",
+)
 @click.option("--overwrite", is_flag=True, help="Replace the bundle at --out, once the new one is complete.")
 def build_command(
     target: Path,
@@ -62,6 +68,7 @@ def build_command(
     max_seq_len: int | None,
     precision: str | None,
     backend: str | None,
+    plugins: Path | None,
     overwrite: bool,
 ) -> None:
     """Build a bundle from a target and its DSpark drafter."""
@@ -74,7 +81,7 @@ def build_command(
         backend=backend,
     )
     with terminable(), reporter() as progress:
-        report = build(BuildOptions(target, drafter, out, chosen, overwrite), progress)
+        report = build(BuildOptions(target, drafter, out, chosen, overwrite, plugins), progress)
     for line in summary(report):
         click.echo(line)
 

@@ -17,8 +17,8 @@ from runtime.manifest import Limits, Memory, Serving
 
 PROFILES = Path(__file__).resolve().parent.parent / "engines" / "profiles"
 DEFAULT_PROFILE = "cpu"
-PRECISIONS = ("f32",)
-"""Precisions that can be built."""
+PRECISIONS: Mapping[str, tuple[str, ...]] = {"ort-cpu": ("f32",), "ort-cuda": ("f32", "bf16", "f16")}
+"""Precisions that can be built, by back end."""
 
 _BATCH_MAX = 1024
 _WINDOW_BOUNDS = "from block size + 2 to the drafter's max_position_embeddings"
@@ -152,13 +152,15 @@ def check_profile(profile: Profile) -> None:
     """Whatever can be told before the models are known. Raises ProfileError naming the option, its bounds and what was
     found.
     """
-    if profile.precision not in PRECISIONS:
+    # Whether there is such a back end at all, `builder.backends.check` says.
+    precisions = PRECISIONS.get(profile.backend, (profile.precision,))
+    if profile.precision not in precisions:
         raise ProfileError(
             "--precision",
-            "can't be built",
-            expected=" or ".join(PRECISIONS),
+            f"can't be built for {profile.backend}",
+            expected=" or ".join(precisions),
             found=repr(profile.precision),
-            remedy=f"Pass --precision {PRECISIONS[0]}",
+            remedy=f"Pass --precision {precisions[0]}",
         )
     _batches(profile)
     for name, low, meaning in (("window", 1, _WINDOW_BOUNDS), ("max_seq_len", 2, _MAX_SEQ_LEN_BOUNDS)):

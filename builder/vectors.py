@@ -25,7 +25,7 @@ from builder.export import modules
 from builder.spec import DrafterSpec, TargetSpec
 from builder.weights import WeightIndex
 from runtime.manifest import Limits
-from runtime.validate import SAMPLING_MARGIN, VECTORS_NAME, draft_noise
+from runtime.validate import TOLERANCE, VECTORS_NAME, draft_noise
 
 _PROMPT = 24
 _SEED = 20260
@@ -111,7 +111,7 @@ class Recorder:
                 uniforms = (rng.integers(0, 2**23, self.block) / 2**23).astype(np.float32)
                 ids = self._draft(arrays, f"{r}", inputs, temperature, uniforms, noise)
                 # A uniform that falls near a running sum would say nothing of an engine that draws differently.
-                if temperature == 0 or arrays[f"{r}.margin"] > SAMPLING_MARGIN:
+                if temperature == 0 or arrays[f"{r}.margin"] > TOLERANCE["f32"].sampling_margin:
                     break
             verify_ids = np.array([bonus, *ids])
             out, taps = self._target(verify_ids, start, list(range(self.block + 1)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,20 +18,23 @@ from builder.spec import DrafterCheckpoint, DrafterSpec, TargetCheckpoint, Targe
 from runtime.manifest import Limits
 
 WEIGHTS_NAME = "weights.bin"
+TYPES: dict[str, torch.dtype] = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+"""Types that a weight can be stored in."""
 # A page, for what is written as one stretch: a library can then map it in place.
 _ALIGN = 4096
 
 
 @dataclass(frozen=True)
 class Weight:
-    """Where a weight lies in the file: float32, C order."""
+    """Where a weight lies in the file, in C order, and in which of `TYPES`."""
 
     offset: int
     shape: tuple[int, ...]
+    dtype: str = "float32"
 
     @property
     def nbytes(self) -> int:
-        return 4 * int(np.prod(self.shape))
+        return TYPES[self.dtype].itemsize * int(np.prod(self.shape))
 
 
 @dataclass(frozen=True)
@@ -43,10 +46,25 @@ class WeightIndex:
     bytes: int
 
     def tensor(self, name: str) -> Tensor:
-        """The weight as a view of the mapped file; writing to it does not change the file."""
+        """The weight in float32: where it is stored so, a view of the mapped file; writing to it does not change the
+        file.
+        """
         weight = self.weights[name]
-        data = np.memmap(self.path, dtype=np.float32, mode="c", offset=weight.offset, shape=weight.shape)
-        return torch.from_numpy(data)
+        data = np.memmap(self.path, dtype=np.uint8, mode="c", offset=weight.offset, shape=(weight.nbytes,))
+        return torch.from_numpy(data).view(TYPES[weight.dtype]).view(*weight.shape).float()
+
+
+def weight_dtype(name: str, precision: str) -> str:
+    """The type that a weight of that name is stored in for a precision, ``f32``, ``bf16`` or ``f16``.
+
+    Whatever the precision, rotary tables and the confidence head stay float32. So does the range of what reads taps:
+    their values pass what float16 sums can hold, so ``fc`` and its norm are bfloat16 then.
+    """
+    if precision == "f32" or name.endswith((".cos", ".sin")) or name.startswith("drafter.confidence."):
+        return "float32"
+    if precision == "f16" and not name.startswith(("drafter.context.fc.", "drafter.context.hidden_norm.")):
+        return "float16"
+    return "bfloat16"
 
 
 @dataclass(frozen=True)
@@ -55,8 +73,10 @@ class _Piece:
     tensor: str
 
 
-def write_weights(dest: Path, target: TargetCheckpoint, drafter: DrafterCheckpoint, limits: Limits) -> WeightIndex:
-    """Write ``weights.bin`` under `dest` in float32, streaming one tensor at a time.
+def write_weights(
+    dest: Path, target: TargetCheckpoint, drafter: DrafterCheckpoint, limits: Limits, precision: str = "f32"
+) -> WeightIndex:
+    """Write ``weights.bin`` under `dest` in the types of a precision (`weight_dtype`), streaming one tensor at a time.
 
     The rotary tables go in too, one row a position the engines can reach.
 
@@ -68,11 +88,12 @@ def write_weights(dest: Path, target: TargetCheckpoint, drafter: DrafterCheckpoi
     weights: dict[str, Weight] = {}
     with writer.file:
         for name, pieces in weight_plan(target.spec, drafter.spec):
-            weights[name] = writer.add([(p, partial(sources[p.source].read, p.tensor)) for p in pieces])
+            read = [(p, partial(sources[p.source].read, p.tensor)) for p in pieces]
+            weights[name] = writer.add(read, weight_dtype(name, precision))
         positions = limits.max_seq_len + limits.block_size
         for model, spec in (("target", target.spec), ("drafter", drafter.spec)):
             for part, table in zip(("cos", "sin"), rope_tables(spec.rope, spec.head_dim, positions), strict=True):
-                weights[f"{model}.{part}"] = writer.add([(_Piece(model, part), partial(torch.clone, table))])
+                weights[f"{model}.{part}"] = writer.add([(_Piece(model, part), partial(torch.clone, table))], "float32")
     return WeightIndex(writer.path, weights, writer.end)
 
 
@@ -83,41 +104,62 @@ class _Writer:
         self.path = path
         self.file = path.open("wb")
         self.end = 0
-        self._located: dict[_Piece, Weight] = {}
+        self._located: dict[tuple[_Piece, str], Weight] = {}
         self._by_digest: dict[bytes, Weight] = {}
 
-    def add(self, pieces: list[tuple[_Piece, Callable[[], Tensor]]]) -> Weight:
-        """The place of the pieces as one stretch: found if they already lie so, else written."""
-        stretch = _stretch([self._located.get(piece) for piece, _ in pieces])
+    def add(self, pieces: Sequence[tuple[_Piece, Callable[[], Tensor]]], dtype: str) -> Weight:
+        """The place of the pieces as one stretch of that type: found if they already lie so, else written."""
+        stretch = _stretch([self._located.get((piece, dtype)) for piece, _ in pieces])
         if stretch is not None:
             return stretch
-        arrays = [read().to(torch.float32).contiguous().numpy() for _, read in pieces]
-        for (piece, _), array in zip(pieces, arrays, strict=True):
-            if not np.isfinite(array).all():
-                raise CheckpointError(
-                    f"{piece.source} tensor {piece.tensor}",
-                    "holds values that are not numbers",
-                    expected="finite values",
-                    found=f"{int((~np.isfinite(array)).sum())} of {array.size} NaN or infinite",
-                    remedy="Get the checkpoint again",
-                )
-        digest = hashlib.sha256(repr([a.shape for a in arrays]).encode())
+        tensors = [_checked(piece, read(), dtype) for piece, read in pieces]
+        shapes = [tuple(tensor.shape) for tensor in tensors]
+        # As bytes, since numpy has no bfloat16.
+        arrays = [tensor.reshape(-1).view(torch.uint8).numpy() for tensor in tensors]
+        digest = hashlib.sha256(repr((dtype, shapes)).encode())
         for array in arrays:
             digest.update(array.data)
         key = digest.digest()
         if key not in self._by_digest:
             self.end += self.file.write(b"\0" * (-self.end % _ALIGN))
             parts = []
-            for array in arrays:
-                parts.append(Weight(self.end, array.shape))
+            for shape, array in zip(shapes, arrays, strict=True):
+                parts.append(Weight(self.end, shape, dtype))
                 self.end += self.file.write(array.data)
-            rows = sum(a.shape[0] for a in arrays)
-            self._by_digest[key] = Weight(parts[0].offset, (rows, *arrays[0].shape[1:]))
+            rows = sum(shape[0] for shape in shapes)
+            self._by_digest[key] = Weight(parts[0].offset, (rows, *shapes[0][1:]), dtype)
         offset = self._by_digest[key].offset
-        for (piece, _), array in zip(pieces, arrays, strict=True):
-            self._located[piece] = Weight(offset, array.shape)
+        for (piece, _), shape, array in zip(pieces, shapes, arrays, strict=True):
+            self._located[piece, dtype] = Weight(offset, shape, dtype)
             offset += array.nbytes
         return self._by_digest[key]
+
+
+def _checked(piece: _Piece, tensor: Tensor, dtype: str) -> Tensor:
+    """The tensor in that type, contiguous. Raises CheckpointError for values that aren't finite, or too large for
+    it.
+    """
+    where = f"{piece.source} tensor {piece.tensor}"
+    tensor = tensor.to(torch.float32)
+    wrong = ~torch.isfinite(tensor)
+    if wrong.any():
+        raise CheckpointError(
+            where,
+            "holds values that are not numbers",
+            expected="finite values",
+            found=f"{int(wrong.sum())} of {tensor.numel()} NaN or infinite",
+            remedy="Get the checkpoint again",
+        )
+    stored = tensor.to(TYPES[dtype]).contiguous()
+    if dtype != "float32" and torch.isinf(stored).any():
+        raise CheckpointError(
+            where,
+            f"holds values that {dtype} has no room for",
+            expected=f"at most {torch.finfo(TYPES[dtype]).max:g}",
+            found=f"{float(tensor.abs().max()):g}",
+            remedy="Build with --precision bf16",
+        )
+    return stored
 
 
 def weight_plan(target: TargetSpec, drafter: DrafterSpec) -> Iterator[tuple[str, list[_Piece]]]:
@@ -199,4 +241,4 @@ def _stretch(parts: list[Weight | None]) -> Weight | None:
         if part is None or part.offset != end:
             return None
         rows, end = rows + part.shape[0], end + part.nbytes
-    return Weight(first.offset, (rows, *first.shape[1:]))
+    return Weight(first.offset, (rows, *first.shape[1:]), first.dtype)

@@ -48,7 +48,7 @@ class AdaptivePolicy:
     are taken for the least they can be, and what was seen long ago fades: so each choice is tried, and tried again.
 
     Args:
-        batches: the fixed batches of the engines, ascending: a draft call costs what its batch costs.
+        batches: the fixed batches of the engines, ascending: a call costs what its batch costs.
         block_size: B.
     """
 
@@ -69,7 +69,7 @@ class AdaptivePolicy:
         prior = self._everyone.shares()
         gains = [row.acceptance.gains(row.cap, prior) for row in rows]
         bounds = {kind: self._costs.bounds(kind) for kind in ("verify", "draft", "seed")}
-        seconds = bounds["verify"](_ids(load.ids + len(rows)))
+        seconds = bounds["verify"]((self._batch(count), _ids(load.ids + len(rows))))
         if load.drafting:
             seconds += bounds["draft"]((self._batch(load.drafting), 1))
         plain = _Plan(0, 0, float(count), seconds)
@@ -96,9 +96,9 @@ class AdaptivePolicy:
         return [row.confident() for row in rows]
 
     def observe(self, round: Round) -> None:
-        self._costs.observe("verify", _ids(round.ids), round.verify)
+        self._costs.observe("verify", (self._batch(round.rows), _ids(round.ids)), round.verify)
         if round.seeded:
-            self._costs.observe("seed", _ids(round.seeded), round.seed)
+            self._costs.observe("seed", (_ids(round.seeded),), round.seed)
         if round.drafting:
             self._costs.observe("draft", (self._batch(round.drafting), round.drafts), round.draft)
         for proposed, accepted in zip(round.proposed, round.accepted, strict=True):
@@ -112,13 +112,14 @@ class AdaptivePolicy:
     ) -> Iterator[_Plan]:
         """At most 1, 2, … drafts, for the most promising row, for the two most promising ones, …"""
         verify, draft, seed = (bounds[kind] for kind in ("verify", "draft", "seed"))
+        batch = self._batch(load.rows + len(rows))
         for drafts in range(1, max(map(len, gains))):
             tokens, ids, backlog = float(load.rows + len(gains)), load.ids + len(gains), 0
             for count, i in enumerate(_most_promising(gains, drafts), start=1):
                 cap = min(drafts, len(gains[i]) - 1)
                 tokens, ids, backlog = tokens + gains[i][cap], ids + cap, backlog + rows[i].backlog
-                seconds = CATCHING_UP * seed(_ids(backlog)) if backlog else 0.0
-                seconds += verify(_ids(ids)) + draft((self._batch(load.drafting + count), drafts))
+                seconds = CATCHING_UP * seed((_ids(backlog),)) if backlog else 0.0
+                seconds += verify((batch, _ids(ids))) + draft((self._batch(load.drafting + count), drafts))
                 yield _Plan(drafts, count, tokens, seconds)
 
     def _batch(self, rows: int) -> int:
@@ -130,7 +131,7 @@ def _most_promising(gains: Sequence[Sequence[float]], drafts: int) -> list[int]:
     return sorted(range(len(gains)), key=lambda i: -gains[i][min(drafts, len(gains[i]) - 1)])
 
 
-def _ids(ids: int) -> tuple[int]:
+def _ids(ids: int) -> int:
     """The size of a call by its ids. Some eighth apart is one size: each is then seen often enough to be known."""
     step = 1 if ids < 16 else 2 ** (ids.bit_length() - 4)
-    return (-(-ids // step) * step,)
+    return -(-ids // step) * step

@@ -32,6 +32,7 @@ from runtime.manifest import (
 Check = Literal["full", "quick"]
 
 _GRAPHS = ("target", "draft", "seed")
+_CUDA_GRAPHS = (*_GRAPHS, "draft_sampled")
 _COUNTS = ("slots", "window", "max_seq_len", "prefill_chunk", "block_size")
 _READ_BYTES = 1 << 20
 _THREADED_BYTES = 64 << 20
@@ -111,8 +112,11 @@ def _check_consistency(manifest: Manifest, where: Path) -> None:
     }
     ascending = bool(batches) and batches[0] >= 1 and list(batches) == sorted(set(batches))
     engines = {(engine.graph, engine.batch) for engine in manifest.engines}
-    absent = [f"{graph} for batch {batch}" for graph in _GRAPHS for batch in batches if (graph, batch) not in engines]
-    needed = ("weights.bin", *(engine.file for engine in manifest.engines))
+    cuda = manifest.backend.name == "ort-cuda"
+    wanted = [(graph, batch) for graph in (_CUDA_GRAPHS if cuda else _GRAPHS) for batch in batches]
+    wanted += [("copy", 1)] * cuda
+    absent = [f"{graph} for batch {batch}" for graph, batch in wanted if (graph, batch) not in engines]
+    needed = ("weights.bin", *["weights.json"] * cuda, *(engine.file for engine in manifest.engines))
     unlisted = [name for name in needed if name not in manifest.files]
     rules: tuple[tuple[str, bool, str, object], ...] = (
         ("limits.batches", ascending, "ascending numbers from 1", list(batches)),
@@ -211,14 +215,26 @@ def check_machine(bundle: Bundle, available: int | None = None) -> None:
         raise BackendUnavailable(
             where, f"{backend.library} is older than the build's", expected=wanted, found=found, remedy=remedy
         )
-    if available is None:
-        available = machine.available_memory()
     memory = bundle.manifest.memory
+    where_memory = "is free"
+    if BACKENDS[backend.name].architectures:
+        gpus = machine.gpus()
+        if not gpus:
+            raise BackendUnavailable(
+                where,
+                "needs a GPU, and the driver shows none",
+                expected=f"an NVIDIA GPU for {backend.name}",
+                found="none",
+                remedy="Serve it on a machine with a GPU and its driver, or build with --backend ort-cpu",
+            )
+        available, where_memory = gpus[0].memory if available is None else available, "the GPU has"
+    elif available is None:
+        available = machine.available_memory()
     if available is not None and memory.total > available:
         limits = bundle.manifest.limits
         raise BundleError(
             where,
-            "needs more memory than is free",
+            f"needs more memory than {where_memory}",
             expected=f"{human_bytes(memory.total)} ({limits.slots} slots of {human_bytes(memory.per_slot)})",
             found=human_bytes(available),
             remedy=f"{REBUILD} and a smaller --batch, --max-seq-len or --window, or free some memory",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import platform
 import sys
 from collections.abc import Mapping
@@ -10,7 +9,7 @@ from dataclasses import dataclass
 
 from runtime import machine
 from runtime.libraries import BACKENDS, BUILD_PACKAGES, RUN_PACKAGES, SUPPORTED, BackendInfo, installed
-from runtime.machine import human_bytes
+from runtime.machine import Gpu, gpus, human_bytes
 from runtime.version import DISTRIBUTION, VERSION
 
 RUN_REMEDY = "in the project's folder: pip install ."
@@ -18,12 +17,6 @@ BUILD_REMEDY = "in the project's folder: pip install '.[build]'"
 
 PYTHON_MIN = (3, 11)
 _LIBRARIES = tuple(dict.fromkeys(name for info in BACKENDS.values() for name in info.libraries))
-
-
-@dataclass(frozen=True)
-class Gpu:
-    name: str
-    architecture: str
 
 
 @dataclass(frozen=True)
@@ -54,7 +47,7 @@ def examine() -> dict[str, object]:
             "features": list(cpu.features),
         },
         "memory": {"total": memory.total, "available": memory.available},
-        "gpus": [{"name": card.name, "architecture": card.architecture} for card in cards],
+        "gpus": [{"name": card.name, "architecture": card.architecture, "memory": card.memory} for card in cards],
         "backends": {name: _plain(state(info, packages, cards)) for name, info in BACKENDS.items()},
     }
 
@@ -68,7 +61,8 @@ def state(info: BackendInfo, packages: Mapping[str, str | None], cards: tuple[Gp
         # What else it would need is of no use to anyone yet.
         return BackendState(False, False, ("not in this version",), (f"use {' or '.join(SUPPORTED)}",))
     if not any(packages.get(name) for name in info.libraries):
-        common.append((info.libraries[0], f"pip install {info.libraries[0]}"))
+        lacking = (info.libraries[0], f"pip install {info.libraries[0]}")
+        (common if info.build_needs_library else run).append(lacking)
     if info.architectures and not any(card.architecture in info.architectures for card in cards):
         lacking = (f"a GPU of {', '.join(info.architectures)}", "use a machine that has one, with its driver")
         (common if info.build_gpu else run).append(lacking)
@@ -83,30 +77,6 @@ def state(info: BackendInfo, packages: Mapping[str, str | None], cards: tuple[Gp
     )
 
 
-def gpus() -> tuple[Gpu, ...]:
-    """NVIDIA GPUs that the driver shows; none without a driver."""
-    try:
-        cuda = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return ()
-    count = ctypes.c_int()
-    if cuda.cuInit(0) != 0 or cuda.cuDeviceGetCount(ctypes.byref(count)) != 0:
-        return ()
-    found = []
-    for index in range(count.value):
-        device, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
-        name = ctypes.create_string_buffer(128)
-        # 75 and 76 are CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR.
-        if (
-            cuda.cuDeviceGet(ctypes.byref(device), index) == 0
-            and cuda.cuDeviceGetName(name, len(name), device) == 0
-            and cuda.cuDeviceGetAttribute(ctypes.byref(major), 75, device) == 0
-            and cuda.cuDeviceGetAttribute(ctypes.byref(minor), 76, device) == 0
-        ):
-            found.append(Gpu(name.value.decode(errors="replace"), f"sm_{major.value}{minor.value}"))
-    return tuple(found)
-
-
 def describe() -> list[str]:
     """`examine` as lines of text."""
     cpu, memory = machine.cpu(), machine.memory()
@@ -118,7 +88,7 @@ def describe() -> list[str]:
         f"{DISTRIBUTION} {VERSION} on Python {platform.python_version()}{ok}, {platform.platform()}",
         f"cpu       {cpu.model}, {cpu.usable} of {cpu.cores} cores usable; {' '.join(cpu.features) or 'no features'}",
         f"memory    {free} free of {total}",
-        f"gpus      {', '.join(f'{card.name} ({card.architecture})' for card in cards) or 'none'}",
+        f"gpus      {', '.join(map(_card, cards)) or 'none'}",
         f"packages  {', '.join(f'{name} {version}' for name, version in packages.items() if version)}",
     ]
     for name, info in BACKENDS.items():
@@ -137,6 +107,10 @@ def _plain(found: BackendState) -> dict[str, object]:
         "missing": list(found.missing),
         "remedy": list(found.remedy),
     }
+
+
+def _card(card: Gpu) -> str:
+    return f"{card.name} ({card.architecture}, {human_bytes(card.memory)})"
 
 
 def _yes(value: bool) -> str:

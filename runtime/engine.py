@@ -98,7 +98,8 @@ class Engine:
                 expected=expected,
                 found=found,
             )
-        check_machine(opened)
+        if session is None:
+            check_machine(opened)
         self.bundle: Bundle = opened
         self.tokenizer = Tokenizer(opened.path) if opened.has_tokenizer else None
         self._session = open_session(opened.path, opened.manifest, threads) if session is None else session

@@ -79,3 +79,7 @@ class QueueFull(RequestError):
 
 class ServingError(DSparkError):
     """A request that failed while it was served; ``__cause__`` is what was raised. Other requests go on."""
+
+
+class PluginWarning(UserWarning):
+    """Kernels are missing: standard operators run in their place, slower."""

@@ -15,20 +15,22 @@ class BackendInfo:
     """What a back end takes to run and to build.
 
     `supported` says whether this version has it. `libraries` are the packages that bring its inference library, the
-    first being the one to recommend; one is enough. `architectures` lists GPU architectures it runs on (empty: no GPU
-    needed), and `build_gpu` says whether building needs the GPU as well.
+    first being the one to recommend; one is enough, and `build_needs_library` says whether building needs one too.
+    `architectures` lists GPU architectures it runs on (empty: no GPU needed), and `build_gpu` says whether building
+    needs the GPU as well.
     """
 
     supported: bool
     libraries: tuple[str, ...]
     architectures: tuple[str, ...] = ()
     build_gpu: bool = False
+    build_needs_library: bool = True
 
 
 _CUDA = ("sm_75", "sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_100")
 BACKENDS = {
     "ort-cpu": BackendInfo(True, ("onnxruntime", "onnxruntime-gpu")),
-    "ort-cuda": BackendInfo(False, ("onnxruntime-gpu",), _CUDA),
+    "ort-cuda": BackendInfo(True, ("onnxruntime-gpu",), _CUDA, build_needs_library=False),
     "tensorrt": BackendInfo(
         False, ("tensorrt", "tensorrt-cu13"), ("sm_80", "sm_90", "sm_100", "sm_103"), build_gpu=True
     ),

@@ -21,6 +21,8 @@ MANIFEST_NAME = "manifest.json"
 REPORT_NAME = "report.json"
 TOKENIZER_FILE = "tokenizer/tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer/tokenizer_config.json"
+PLUGINS_FILE = "plugins/libdspark_ort.so"
+"""The library of kernels for ONNX Runtime, where a bundle brings one."""
 PACKED_NAME = "packed"
 """The directory that a machine keeps its packed weights in."""
 

@@ -98,10 +98,11 @@ class Load:
 
 @dataclass(frozen=True)
 class Round:
-    """How a round went: `ids` verified in `verify` seconds; `drafting` rows drafted up to `drafts` tokens in `draft`
-    seconds (0 rows: none did), after `seeded` tap rows had been moved into their rings in `seed` seconds; of each row
-    that drafted, how many drafts were `proposed` to the target and `accepted`."""
+    """How a round went: `rows`, of `ids` in all, verified in `verify` seconds; `drafting` rows drafted up to `drafts`
+    tokens in `draft` seconds (0 rows: none did), after `seeded` tap rows had been moved into their rings in `seed`
+    seconds; of each row that drafted, how many drafts were `proposed` to the target and `accepted`."""
 
+    rows: int
     ids: int
     verify: float
     drafting: int

@@ -18,7 +18,7 @@ from runtime.proposing import Proposer
 from runtime.scheduler import Admission, DecodeWork, PrefillWork
 from runtime.sequence import NO_DRAFTS, Proposal
 from runtime.sequence import Sequence as Running
-from runtime.sessions.base import Float32, Int64, SlotCopy, TargetRows
+from runtime.sessions.base import Int64, LogitRows, SlotCopy, TargetRows
 from runtime.slots import SlotState, SlotTable
 
 
@@ -122,6 +122,7 @@ class Rounds:
             at = end
         self._policy.observe(
             Round(
+                rows=len(rows),
                 ids=at,
                 verify=spent["verify"],
                 drafting=drafted.rows,
@@ -155,7 +156,7 @@ class Rounds:
         self._calls.seed(full)
         return running(rows)
 
-    def _first(self, row: Live, argmax: Int64, logits: Float32) -> None:
+    def _first(self, row: Live, argmax: Int64, logits: LogitRows) -> None:
         """Accept and emit the token that a finished prefill gives."""
         try:
             _, token = row.sequence.accept(NO_DRAFTS, argmax, logits, row.state.start_pos - 1)
@@ -167,7 +168,7 @@ class Rounds:
         if reason is not None:
             self._calls.finish(row.request_id, reason, None)
 
-    def _commit(self, row: Live, proposal: Proposal, argmax: Int64, logits: Float32) -> int:
+    def _commit(self, row: Live, proposal: Proposal, argmax: Int64, logits: LogitRows) -> int:
         """Accept and emit a round's tokens, and end the request where they say so; how many drafts stood."""
         sequence, before = row.sequence, len(row.sequence.tokens)
         bonus = sequence.bonus

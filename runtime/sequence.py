@@ -16,6 +16,7 @@ from runtime.policy import Row
 from runtime.randomness import Purpose, gumbel, uniforms, uniforms32
 from runtime.request import Request
 from runtime.result import FinishReason, Piece, Result, StatsRecorder
+from runtime.sessions.base import LogitRows
 from runtime.text import TextStream, Tokenizer
 from runtime.verify import accept_greedy, accept_matching, accept_sampled, emit
 
@@ -127,7 +128,7 @@ class Sequence:
         rows = [self._gumbel(start + 1 + j) for j in range(n)]
         return np.stack(rows) * np.float32(self.sampling.temperature)
 
-    def accept(self, proposal: Proposal, argmax: NDArray[np.int64], logits: Float32, start: int) -> tuple[int, int]:
+    def accept(self, proposal: Proposal, argmax: NDArray[np.int64], logits: LogitRows, start: int) -> tuple[int, int]:
         """How many drafts stand, and the token after them.
 
         Args:
@@ -172,7 +173,7 @@ class Sequence:
             )
         return accepted, token
 
-    def emit(self, proposal: Proposal, token: int, accepted: int | None, logits: Float32) -> FinishReason | None:
+    def emit(self, proposal: Proposal, token: int, accepted: int | None, logits: LogitRows) -> FinishReason | None:
         """Add the tokens of a round (of a prefill when `accepted` is None); the reason to finish, if they end it.
 
         `logits` are those that `accept` decided by.
@@ -187,7 +188,7 @@ class Sequence:
             if pushed.stopped:
                 new, stopped = new[: pushed.tokens_used], True
         if self.request.logprobs is not None:
-            self._logprobs += [logprobs(row, t, self.request.logprobs) for row, t in zip(logits, new, strict=False)]
+            self._logprobs += [logprobs(logits[i], token, self.request.logprobs) for i, token in enumerate(new)]
         self.tokens += new
         if self._history is not None:
             self._history.add(new)

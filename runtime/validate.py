@@ -24,12 +24,27 @@ from runtime.sessions.base import DraftRows, SeedRows, Session, TargetRows
 
 VECTORS_NAME = "vectors.npz"
 
-TOLERANCE = {"f32": 5e-4}
-"""By precision: most that a logit may differ, absolute, where they are of order 1 to 30; probabilities get a tenth."""
 
-MARGIN, SAMPLING_MARGIN = 1e-3, 1e-4
-"""Where the best two logits (when sampling: the running sum and the uniform) are nearer than this, another rounding may
-pick another token: ids are then not compared."""
+@dataclass(frozen=True)
+class Tolerance:
+    """Most that logits and probabilities may differ, absolute; logits are of order 1 to 30.
+
+    Where the best two logits are nearer than `margin` (when sampling: the running sum and the uniform, than
+    `sampling_margin`), another rounding may pick another token: ids are then not compared.
+    """
+
+    logits: float
+    probabilities: float
+    margin: float
+    sampling_margin: float
+
+
+TOLERANCE = {
+    "f32": Tolerance(5e-4, 5e-5, 1e-3, 1e-4),
+    "bf16": Tolerance(0.5, 0.1, 1.0, 0.1),
+    "f16": Tolerance(0.1, 0.02, 0.2, 0.02),
+}
+"""By precision."""
 
 Array = NDArray[Any]
 Float32 = NDArray[np.float32]
@@ -119,12 +134,12 @@ def draft_noise(factor: float, start: int, slots: int, vocab_size: int) -> Float
     return (np.stack(rows) * np.float32(factor))[None]
 
 
-def _replay(session: Session, limits: Limits, vectors: dict[str, Array], tolerance: float) -> list[Stage]:
+def _replay(session: Session, limits: Limits, vectors: dict[str, Array], tolerance: Tolerance) -> list[Stage]:
     """Every batch's engines replay the vectors in their last row, while the other rows run something else."""
     return [stage for batch in limits.batches for stage in _replay_batch(session, batch, vectors, tolerance)]
 
 
-def _replay_batch(session: Session, batch: int, vectors: dict[str, Array], tolerance: float) -> list[Stage]:
+def _replay_batch(session: Session, batch: int, vectors: dict[str, Array], tolerance: Tolerance) -> list[Stage]:
     """Replay with as many rows as the batch's engines hold: slot 0 replays, the others get one id a call."""
     others = np.arange(1, batch)
     at_batch = f"batch {batch}: " if batch > 1 else ""
@@ -133,7 +148,7 @@ def _replay_batch(session: Session, batch: int, vectors: dict[str, Array], toler
     for i, chunk in enumerate(vectors["chunks"].tolist()):
         rows = _rows(vectors["prompt"][at : at + chunk], at, others)
         out = session.prefill(rows)
-        stages.append(_close(f"{at_batch}prefill {i}", out.logits[-1], vectors["prefill.logits"][i], tolerance))
+        stages.append(_close(f"{at_batch}prefill {i}", out.logits[-1], vectors["prefill.logits"][i], tolerance.logits))
         session.seed(SeedRows(rows.start, rows.count, rows.slot))
         at += chunk
     for r in range(_rounds(vectors)):
@@ -156,7 +171,7 @@ def _replay_batch(session: Session, batch: int, vectors: dict[str, Array], toler
             )
         )
         sampled = temperature > 0
-        settled = vectors[f"{r}.margin"] > (SAMPLING_MARGIN if sampled else MARGIN)
+        settled = vectors[f"{r}.margin"] > (tolerance.sampling_margin if sampled else tolerance.margin)
         if settled:
             differing = int((draft.ids[-1] != vectors[f"{r}.ids"]).sum())
             stages.append(Stage(f"{at_batch}draft {r} ids", float(differing), 0.0))
@@ -165,13 +180,14 @@ def _replay_batch(session: Session, batch: int, vectors: dict[str, Array], toler
         if draft.confidence_logits is not None:
             reference = vectors[f"{r}.confidence"]
             name = f"{at_batch}draft {r} confidence"
-            stages.append(_close(name, draft.confidence_logits[-1][known], reference[known], tolerance))
+            stages.append(_close(name, draft.confidence_logits[-1][known], reference[known], tolerance.logits))
         if draft.q is not None:
             reference = vectors[f"{r}.q"]
-            stages.append(_close(f"{at_batch}draft {r} q", draft.q[-1][known], reference[known], tolerance / 10))
+            stages.append(_close(f"{at_batch}draft {r} q", draft.q[-1][known], reference[known], tolerance.probabilities))
         ids = vectors[f"{r}.verify_ids"]
         out = session.verify(_rows(ids, start, others))
-        stages.append(_close(f"{at_batch}verify {r}", out.logits[-len(ids) :], vectors[f"{r}.logits"], tolerance))
+        logits = np.stack([out.logits[i] for i in range(len(out.logits) - len(ids), len(out.logits))])
+        stages.append(_close(f"{at_batch}verify {r}", logits, vectors[f"{r}.logits"], tolerance.logits))
     return stages
 
 

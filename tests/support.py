@@ -86,6 +86,12 @@ def exported_drafter(target: TargetSpec, drafter: DrafterSpec, limits: Limits) -
     return export_drafter(target, drafter, limits)
 
 
+@cache
+def exported_pair(target: TargetSpec, drafter: DrafterSpec, limits: Limits) -> Mapping[str, Graph]:
+    """`export_graphs` once for whoever tests the same pair."""
+    return export_graphs(target, drafter, limits)
+
+
 def drafter_engines(
     dest: Path, target: TargetCheckpoint, drafter: DrafterCheckpoint, limits: Limits, debug: bool = False
 ) -> Manifest:

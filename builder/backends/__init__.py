@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from builder.export import Graph
     from builder.weights import WeightIndex
 
-BUILDERS = {"ort-cpu": "builder.backends.ort_cpu:OrtCpu"}
+BUILDERS = {"ort-cpu": "builder.backends.ort_cpu:OrtCpu", "ort-cuda": "builder.backends.ort_cuda:OrtCuda"}
 """Back end to its builder class; the names are the supported ones of `runtime.libraries`."""
 
 
 class BackendBuilder(Protocol):
-    """What a back end does at build time."""
+    """What a back end does at build time, for one precision of those in `builder.profile.PRECISIONS`."""
 
     def compile(
         self, graphs: Mapping[str, Graph], weights: WeightIndex, limits: Limits, dest: Path
@@ -57,18 +57,18 @@ def check(name: str) -> None:
             found=name,
             remedy=f"Pass --backend {SUPPORTED[0]}",
         )
-    libraries = BACKENDS[name].libraries
-    if not any(map(installed, libraries)):
+    info = BACKENDS[name]
+    if info.build_needs_library and not any(map(installed, info.libraries)):
         raise BackendUnavailable(
             where,
             "its library is not installed",
-            expected=" or ".join(libraries),
-            remedy=f"pip install {libraries[0]}",
+            expected=" or ".join(info.libraries),
+            remedy=f"pip install {info.libraries[0]}",
         )
 
 
-def get(name: str) -> BackendBuilder:
+def get(name: str, precision: str) -> BackendBuilder:
     """The back end of a name that `check` has passed."""
     module, attribute = BUILDERS[name].split(":")
-    builder: BackendBuilder = getattr(import_module(module), attribute)()
+    builder: BackendBuilder = getattr(import_module(module), attribute)(precision=precision)
     return builder

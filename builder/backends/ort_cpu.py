@@ -23,8 +23,9 @@ DEBUG_OUTPUTS = frozenset({"hidden", "base", "corrected"})
 class OrtCpu:
     """See `builder.backends.BackendBuilder`. With `debug`, engines keep `DEBUG_OUTPUTS`."""
 
-    def __init__(self, debug: bool = False) -> None:
+    def __init__(self, debug: bool = False, precision: str = "f32") -> None:
         self.debug = debug
+        self.precision = precision
 
     def compile(
         self, graphs: Mapping[str, Graph], weights: WeightIndex, limits: Limits, dest: Path
@@ -75,4 +76,4 @@ class OrtCpu:
         return sum(known[name].nbytes for name in names)
 
     def describe(self) -> Backend:
-        return Backend("ort-cpu", "onnxruntime", version("onnxruntime"), "any", "f32")
+        return Backend("ort-cpu", "onnxruntime", version("onnxruntime"), "any", self.precision)

@@ -253,11 +253,17 @@ CHAIN_CONSTANTS = """
 
 
 def parse_function(
-    domain: str, op_type: str, inputs: tuple[str, ...], outputs: tuple[str, ...], body: str
+    domain: str,
+    op_type: str,
+    inputs: tuple[str, ...],
+    outputs: tuple[str, ...],
+    body: str,
+    attributes: tuple[str, ...] = (),
 ) -> onnx.FunctionProto:
-    """A FunctionProto from statements in ONNX's textual syntax."""
-    head = f'<domain: "{domain}", opset_import: ["": {OPSET}, "com.microsoft": 1]>'
-    return onnx.parser.parse_function(f"{head} {op_type} ({', '.join(inputs)}) => ({', '.join(outputs)}) {{{body}}}")
+    """A FunctionProto from statements in ONNX's textual syntax, which may refer to ``@attribute``."""
+    head = f'<domain: "{domain}", opset_import: ["": {OPSET}, "com.microsoft": 1]> {op_type}'
+    listed = f"<{', '.join(attributes)}>" if attributes else ""
+    return onnx.parser.parse_function(f"{head} {listed} ({', '.join(inputs)}) => ({', '.join(outputs)}) {{{body}}}")
 
 
 @cache

@@ -13,7 +13,7 @@ from runtime.sessions.base import Session
 # runtime for appliances leaves nothing behind; who wants them can set it to 0.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
-SESSIONS = {"ort-cpu": "runtime.sessions.ort:OrtSession"}
+SESSIONS = {"ort-cpu": "runtime.sessions.ort:OrtSession", "ort-cuda": "runtime.sessions.ort_cuda:OrtCudaSession"}
 """Back end to its session class; the names are the supported ones of `runtime.libraries`."""
 
 

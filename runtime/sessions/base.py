@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,13 +37,22 @@ class TargetRows:
     tap_row: Int64
 
 
+class LogitRows(Protocol):
+    """Float32 ``[n, V]``: an array, or one like it on a device, of which only what is looked at is fetched. Asked for a
+    row, for a row and a token, or for a slice of rows."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, at: Any, /) -> Any: ...
+
+
 @dataclass(frozen=True)
 class TargetOut:
     """`argmax` int64 and `logits` float32 ``[…, V]``: of `verify` one for each of the R ids, packed alike; of `prefill`
     one a row, after its last id."""
 
     argmax: Int64
-    logits: Float32
+    logits: LogitRows
 
 
 @dataclass(frozen=True)

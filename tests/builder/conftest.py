@@ -32,7 +32,7 @@ def stages(monkeypatch: pytest.MonkeyPatch) -> Stages:
         source = SourceInfo("deepspec", "tiny-dspark", {"config.json": "11"})
         return DrafterCheckpoint(Path(path), DRAFTER, Tensors({"fc.weight": (24, 48)}), source)
 
-    def write_weights(dest: Path, target: object, drafter: object, limits: Limits) -> SimpleNamespace:
+    def write_weights(dest: Path, target: object, drafter: object, limits: Limits, precision: str) -> SimpleNamespace:
         (dest / "weights.bin").write_bytes(b"w" * 100)
         state.enter("write_weights")
         return SimpleNamespace(bytes=100)
@@ -72,7 +72,7 @@ def stages(monkeypatch: pytest.MonkeyPatch) -> Stages:
         "checkpoints": SimpleNamespace(load_target=load_target, load_drafter=load_drafter),
         "weights": SimpleNamespace(write_weights=write_weights),
         "export": SimpleNamespace(export_graphs=export_graphs),
-        "backends": SimpleNamespace(check=backends.check, get=lambda name: backend),
+        "backends": SimpleNamespace(check=backends.check, get=lambda name, precision: backend),
         "vectors": SimpleNamespace(record=record),
     }
     for name, module in stand_ins.items():

@@ -22,14 +22,15 @@ def test_every_supported_back_end_has_its_builder() -> None:
     for path in backends.BUILDERS.values():
         module, name = path.split(":")
         assert hasattr(import_module(module), name)
-    assert isinstance(backends.get("ort-cpu"), OrtCpu)
+    assert isinstance(backends.get("ort-cpu", "f32"), OrtCpu)
+    assert backends.get("ort-cuda", "bf16").describe().precision == "bf16"
 
 
 @pytest.mark.parametrize("name", ["tensorrt", "quantum"])
 def test_a_back_end_this_version_lacks(name: str) -> None:
     with pytest.raises(BackendUnavailable) as caught:
         backends.check(name)
-    assert str(caught.value).endswith(f"expected ort-cpu; found {name}. Pass --backend ort-cpu")
+    assert str(caught.value).endswith(f"expected ort-cpu or ort-cuda; found {name}. Pass --backend ort-cpu")
 
 
 def test_a_library_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,6 +39,7 @@ def test_a_library_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> Non
     expected = r"not installed; expected onnxruntime or onnxruntime-gpu\. pip install onnxruntime$"
     with pytest.raises(BackendUnavailable, match=expected):
         backends.check("ort-cpu")
+    backends.check("ort-cuda")  # its graphs are written without it
 
 
 def test_state_by_hand() -> None:

@@ -90,7 +90,7 @@ def test_existing_bundle(stages: Stages, tmp_path: Path, capsys: pytest.CaptureF
         (["--batch", "a"], "--batch: is no list of batches; expected numbers such as 1,2,4; found 'a'"),
         (["--max-seq-len", "1"], "--max-seq-len: is out of bounds"),
         (["--profile", "fast"], "--profile fast: no such profile"),
-        (["--precision", "int3"], "--precision: can't be built; expected f32; found 'int3'"),
+        (["--precision", "int3"], "--precision: can't be built for ort-cpu; expected f32; found 'int3'"),
         (["--backend", "tensorrt"], "--backend tensorrt: this version can't build for it; expected ort-cpu"),
         (["--target", "/absent/target"], "/absent/target: no such file or directory. Check the path"),
     ],

@@ -181,7 +181,7 @@ def test_bounds_that_follow_the_models() -> None:
         (Profile(max_draft=0), "max_draft: is out of bounds; expected 1 or more; found 0"),
         (Profile(confidence_threshold=1.5), "confidence_threshold: is out of bounds; expected 0 to 1; found 1.5"),
         (Profile(confidence_threshold=float("nan")), "confidence_threshold: is out of bounds"),
-        (Profile(precision="f16"), "--precision: can't be built; expected f32; found 'f16'"),
+        (Profile(precision="f16"), "--precision: can't be built for ort-cpu; expected f32; found 'f16'"),
     ],
 )
 def test_other_bounds(profile: Profile, expected: str) -> None:
@@ -193,7 +193,7 @@ def test_other_bounds(profile: Profile, expected: str) -> None:
     [
         ({"batches": (0,)}, "--batch: is out of bounds; expected batches from 1 to 1024; found 0"),
         ({"batches": (4, 2, 1)}, "--batch: must be ascending without repeats; expected 1,2,4; found 4,2,1"),
-        ({"precision": "f16"}, "--precision: can't be built; expected f32; found 'f16'"),
+        ({"precision": "f16"}, "--precision: can't be built for ort-cpu; expected f32; found 'f16'"),
         ({"window": 0}, "--window: is out of bounds; expected from block size + 2 to the drafter's"),
         ({"window": -1}, "--window: is out of bounds"),
         (

@@ -14,7 +14,7 @@ from builder.checkpoints.deepspec import load_deepspec
 from builder.errors import CheckpointError
 from builder.graphs.layers import rope_tables
 from builder.spec import DrafterCheckpoint, TargetCheckpoint
-from builder.weights import WeightIndex, weight_plan, write_weights
+from builder.weights import TYPES, WeightIndex, weight_dtype, weight_plan, write_weights
 from runtime.manifest import Limits
 from tests.support import GOLDEN, TINY_PAIRS, Tensors, random_target
 
@@ -120,3 +120,30 @@ def test_values_that_are_no_numbers_are_refused(value: float, tmp_path: Path) ->
         write_weights(tmp_path, replace(target, tensors=Tensors(data)), drafter, LIMITS)
     assert "target tensor model.layers.1.self_attn.k_proj.weight" in str(caught.value)
     assert "found 1 of " in str(caught.value)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "f16"])
+def test_each_weight_has_the_type_of_its_precision(precision: str, tmp_path: Path) -> None:
+    target, drafter = pair("llama")
+    index = write_weights(tmp_path, target, drafter, LIMITS, precision)
+    (tmp_path / "f32").mkdir()
+    whole = write_weights(tmp_path / "f32", target, drafter, LIMITS)
+    types = {name: weight.dtype for name, weight in index.weights.items()}
+    for name, dtype in types.items():
+        assert dtype == weight_dtype(name, precision)
+        assert torch.equal(index.tensor(name), whole.tensor(name).to(TYPES[dtype]).float()), name
+    assert {types[n] for n in ("drafter.cos", "target.sin", "drafter.confidence.weight")} == {"float32"}
+    assert {types[n] for n in ("drafter.context.fc.weight", "drafter.context.hidden_norm.weight")} == {"bfloat16"}
+    assert types["target.layers.0.qkv.weight"] == {"bf16": "bfloat16", "f16": "float16"}[precision]
+    assert 0.5 <= index.bytes / whole.bytes < 0.7
+
+
+def test_values_too_large_for_the_type_are_refused(tmp_path: Path) -> None:
+    target, drafter = pair("llama")
+    tensors = {name: target.tensors.read(name) for name in target.tensors.names()}
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].float().clone()
+    tensors["model.norm.weight"][2] = -7e4
+    target = replace(target, tensors=Tensors(tensors))
+    with pytest.raises(CheckpointError, match=r"model.norm.weight.*float16.*expected at most 65504; found 70000.*bf16"):
+        write_weights(tmp_path, target, drafter, LIMITS, "f16")
+    write_weights(tmp_path, target, drafter, LIMITS, "bf16")

@@ -60,7 +60,16 @@ def rate(policy: AdaptivePolicy | None, fixed: int, shares: list[float], machine
             proposed = [(cap, stood) for cap, stood in zip(caps, accepted, strict=True) if cap]
             policy.observe(
                 Round(
-                    ids, verify, drafting, max(caps), draft, 0, 0.0, [c for c, _ in proposed], [a for _, a in proposed]
+                    len(rows),
+                    ids,
+                    verify,
+                    drafting,
+                    max(caps),
+                    draft,
+                    0,
+                    0.0,
+                    [c for c, _ in proposed],
+                    [a for _, a in proposed],
                 )
             )
         if r >= 100:
@@ -104,7 +113,7 @@ def test_adaptive_drafts_for_those_where_it_pays() -> None:
         draft = machine.draft(batch, max(caps)) if drafting else 0.0
         told = [(c, a) for c, a in zip(caps, accepted, strict=True) if c]
         ids, told_of = 6 + sum(caps), ([c for c, _ in told], [a for _, a in told])
-        policy.observe(Round(ids, machine.verify(ids), drafting, max(caps), draft, 0, 0.0, *told_of))
+        policy.observe(Round(6, ids, machine.verify(ids), drafting, max(caps), draft, 0, 0.0, *told_of))
         if r >= 100:
             drafted = [n + (cap > 0) for n, cap in zip(drafted, caps, strict=True)]
     assert min(drafted[:2]) > 280
@@ -123,10 +132,10 @@ def test_drafting_that_does_not_pay_is_off_and_tried_again() -> None:
         (cap,) = policy.caps([shown], NOBODY)
         if cap:
             shown.acceptance.note(cap, 0)
-            policy.observe(Round(1 + cap, 0.03, 1, cap, 0.01, 0, 0.0, [cap], [0]))
+            policy.observe(Round(1, 1 + cap, 0.03, 1, cap, 0.01, 0, 0.0, [cap], [0]))
         else:
             shown.acceptance.rest()
-            policy.observe(Round(1, 0.02, 0, 0, 0.0, 0, 0.0, [], []))
+            policy.observe(Round(1, 1, 0.02, 0, 0, 0.0, 0, 0.0, [], []))
         offs, tries = offs + (cap == 0 and r >= 100), tries + (cap > 0 and r >= 100)
     assert offs > 850
     assert 0 < tries < 50
@@ -145,7 +154,7 @@ def test_rows_that_others_decide_on_count_as_load() -> None:
             ids = others + 1 + cap
             told = ([cap], [min(cap, 1)]) if cap else ([], [])
             draft = machine.draft(1, cap) if cap else 0.0
-            policy.observe(Round(ids, machine.verify(ids), int(cap > 0), cap, draft, 0, 0.0, *told))
+            policy.observe(Round(others + 1, ids, machine.verify(ids), int(cap > 0), cap, draft, 0, 0.0, *told))
         caps[others] = cap
     assert caps[0] > 0 == caps[40]
 
@@ -156,9 +165,9 @@ def test_catching_up_is_part_of_the_price() -> None:
     for backlog in (0, 1000):
         policy = AdaptivePolicy((1,), BLOCK)
         for size in (1, 5):
-            policy.observe(Round(size, 0.02 + 0.001 * size, int(size > 1), size - 1, 0.005, 1000, 2.0, [], []))
+            policy.observe(Round(1, size, 0.02 + 0.001 * size, int(size > 1), size - 1, 0.005, 1000, 2.0, [], []))
         for drafted in range(1, 5):
-            policy.observe(Round(1 + drafted, 0.022, 1, drafted, 0.005, 0, 0.0, [drafted], [drafted]))
+            policy.observe(Round(1, 1 + drafted, 0.022, 1, drafted, 0.005, 0, 0.0, [drafted], [drafted]))
         (drafts[backlog],) = policy.caps([row(backlog=backlog)], NOBODY)
     assert drafts[0] > 0 == drafts[1000]
 
@@ -167,9 +176,9 @@ def test_a_decision_not_to_draft_holds_twice_as_long_each_time() -> None:
     """Nothing that is learnt meanwhile is looked at, unless the load changes."""
     policy = AdaptivePolicy((1, 2), BLOCK)
     for _ in range(60):
-        policy.observe(Round(1, 0.02, 0, 0, 0.0, 0, 0.0, [], []))
+        policy.observe(Round(1, 1, 0.02, 0, 0, 0.0, 0, 0.0, [], []))
         for drafts in range(1, 5):
-            policy.observe(Round(1 + drafts, 0.2, 1, drafts, 0.2, 0, 0.0, [drafts], [0]))
+            policy.observe(Round(1, 1 + drafts, 0.2, 1, drafts, 0.2, 0, 0.0, [drafts], [0]))
     shown, held, before = [row()], [0], policy.break_even()
     for _ in range(300):
         assert policy.caps(shown, NOBODY) == [0]

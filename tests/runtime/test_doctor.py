@@ -42,7 +42,7 @@ def test_one_package_missing(absent: str, can_build: bool, can_run: bool, remedy
 
 def test_gpu_architectures() -> None:
     info = BackendInfo(True, ("onnxruntime",), ("sm_90",))
-    old, new = doctor.Gpu("old", "sm_70"), doctor.Gpu("new", "sm_90")
+    old, new = doctor.Gpu("old", "sm_70", 1), doctor.Gpu("new", "sm_90", 1)
     assert doctor.state(info, ALL, (old,)).can_build  # building needs no GPU here
     assert not doctor.state(info, ALL, (old,)).can_run
     assert doctor.state(info, ALL, (old,)).missing == ("a GPU of sm_90",)

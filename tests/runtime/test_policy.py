@@ -65,5 +65,5 @@ def test_static() -> None:
     rows[0].draft(1, logits(0.4))
     rows[1].draft(4, logits(0.9, 0.6, 0.4, 0.9))
     assert policy.lengths(rows, NOBODY) == [0, 2]
-    policy.observe(Round(3, 0.1, 2, 4, 0.1, 0, 0.0, [0, 2], [0, 1]))
+    policy.observe(Round(2, 3, 0.1, 2, 4, 0.1, 0, 0.0, [0, 2], [0, 1]))
     assert policy.break_even() is None

@@ -1,0 +1,136 @@
+"""ONNX Runtime on CUDA: one lowered graph a file, weights beside it, and the kernels' library if there is one.
+
+Nothing here needs a GPU or ONNX Runtime: graphs are written with standard-op bodies beside their kernel operators, and
+the library that runs them is the user's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import onnx_ir as ir
+
+from builder.export import Graph, state_names
+from builder.graphs.functions import OPSET
+from builder.passes.base import KeepOutputs, apply
+from builder.passes.cuda import DTYPES, AttachBodies, BestLogit, SizeState, TapsInSlots, WeightsToInputs, cache_rows
+from builder.passes.cuda_fusion import FuseAttention, FuseChain, FuseContextWrites, FuseLinear
+from builder.passes.fusion import FuseMatMul
+from builder.passes.precision import ACTIVATIONS, SetPrecision, taps_dtype
+from builder.spec import DrafterSpec, TargetSpec
+from builder.weights import WeightIndex
+from runtime.manifest import Backend, EngineFile, Limits, StateTensor
+
+WEIGHTS_INDEX_NAME = "weights.json"
+LIBRARY_VERSION = "1.31.0"
+"""The oldest onnxruntime-gpu whose CUDA kernels for the operators of `builder.passes` are known to work."""
+
+_DEBUG_OUTPUTS = frozenset({"hidden", "base", "corrected"})
+_IR_VERSION = 10
+
+
+class OrtCuda:
+    """See `builder.backends.BackendBuilder`."""
+
+    def __init__(self, precision: str = "f32") -> None:
+        self.precision = precision
+
+    def compile(
+        self, graphs: Mapping[str, Graph], weights: WeightIndex, limits: Limits, dest: Path
+    ) -> tuple[EngineFile, ...]:
+        """One model file a graph, whatever the batch: a session captures each size that it runs. The draft is there
+        twice, since one that samples returns its probabilities, and ``copy`` copies a slot to another.
+
+        ``weights.json`` says of each weight what ``weights.bin`` has for it.
+        """
+        written = {name: self.lower(graph, weights, limits) for name, graph in graphs.items()}
+        if "draft" in graphs:
+            written["draft_sampled"] = self.lower(graphs["draft"], weights, limits, sample=True)
+        engines = []
+        for name, model in written.items():
+            ir.save(model, dest / f"{name}.onnx")
+            engines += [EngineFile(name, batch, f"{name}.onnx") for batch in limits.batches]
+        ir.save(_copy_graph(written), dest / "copy.onnx")
+        _write_index(dest / WEIGHTS_INDEX_NAME, weights)
+        return (*engines, EngineFile("copy", 1, "copy.onnx"))
+
+    def lower(self, graph: Graph, weights: WeightIndex, limits: Limits, sample: bool = False) -> ir.Model:
+        """The graph as it runs; `sample` says whether the draft may draw tokens."""
+        outputs = {value.name or "" for value in graph.model.graph.outputs}
+        return apply(
+            graph.model,
+            [
+                KeepOutputs(outputs - _DEBUG_OUTPUTS),
+                SizeState(limits),
+                FuseMatMul(),
+                FuseAttention(),
+                FuseContextWrites(),
+                TapsInSlots(limits),
+                FuseChain(sample),
+                FuseLinear(),
+                BestLogit(),
+                WeightsToInputs(weights),
+                SetPrecision(self.precision),
+                AttachBodies(),
+            ],
+        )
+
+    def state(self, target: TargetSpec, drafter: DrafterSpec, limits: Limits) -> tuple[StateTensor, ...]:
+        """Every state buffer, without its leading slot axis."""
+        names, dtype = state_names(target, drafter), ACTIVATIONS[self.precision]
+        cache = (target.num_kv_heads, cache_rows(limits), target.head_dim)
+        ring = (drafter.num_kv_heads, limits.window, drafter.head_dim)
+        taps = (limits.tap_rows, len(drafter.taps) * drafter.hidden_size)
+        return (
+            *(StateTensor(name, "cache", cache, dtype) for name in names["target"]),
+            *(StateTensor(name, "ring", ring, dtype) for name in names["seed"]),
+            StateTensor("taps", "taps", taps, taps_dtype(self.precision)),
+        )
+
+    def loaded_bytes(self, graphs: Mapping[str, Graph], weights: WeightIndex) -> int:
+        """The weights file once: every graph binds the same buffer."""
+        return weights.bytes
+
+    def describe(self) -> Backend:
+        return Backend("ort-cuda", "onnxruntime-gpu", LIBRARY_VERSION, "any", self.precision)
+
+
+def _copy_graph(written: Mapping[str, ir.Model]) -> ir.Model:
+    """Slot ``source[1]`` of every state over slot ``dest[1]``, in standard ops."""
+    states = {
+        value.name: value
+        for model in written.values()
+        for value in model.graph.inputs
+        if value.shape is not None and value.shape and str(value.shape[0]) == "slots"
+    }
+    tape = ir.tape.Tape()
+    integer = ir.TensorType(ir.DataType.INT64)
+    source, dest = (ir.Value(name=name, shape=ir.Shape([1]), type=integer) for name in ("source", "dest"))
+    axis = ir.tensor([1], dtype=ir.DataType.INT64, name="axis")
+    axis_value = ir.Value(name="axis", shape=ir.Shape([1]), type=integer, const_value=axis)
+    index = tape.op("Unsqueeze", [dest, axis_value])
+    inputs, outputs = [source, dest], []
+    for name, state in states.items():
+        old = ir.Value(name=name, shape=state.shape, type=state.type)
+        new = tape.op("ScatterND", [old, index, tape.op("Gather", [old, source], {"axis": 0})])
+        new.name, new.shape, new.type = f"{name}.new", state.shape, state.type
+        inputs.append(old)
+        outputs.append(new)
+    graph = ir.Graph(
+        inputs, outputs, nodes=tape.nodes, initializers=[axis_value], opset_imports={"": OPSET}, name="copy"
+    )
+    return ir.Model(graph, ir_version=_IR_VERSION)
+
+
+def _write_index(path: Path, weights: WeightIndex) -> None:
+    """What a session needs to bind weights, whose types numpy may lack."""
+    entries = [
+        {"name": name, "offset": weight.offset, "shape": list(weight.shape), "dtype": weight.dtype}
+        for name, weight in sorted(weights.weights.items())
+    ]
+    unknown = {entry["dtype"] for entry in entries} - DTYPES.keys()
+    if unknown:
+        raise RuntimeError(f"weights of types {sorted(map(str, unknown))}")
+    path.write_text(json.dumps({"weights": entries}, indent=1) + "\n", encoding="ascii", newline="\n")
