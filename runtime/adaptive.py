@@ -21,8 +21,8 @@ CATCHING_UP = 0.25
 """Share of a seed call that a round is charged with: what the ring takes in serves the rounds to come as well."""
 
 PATIENCE = (2, 64)
-"""Rounds for which a decision not to draft holds while the rows are as many: the first one, and at most. Each that
-follows on another holds twice as long: where drafting doesn't pay, trying it must cost next to nothing."""
+"""Rounds for which a decision not to draft holds while the rows need the same batch: the first one, and at most. Each
+that follows on another holds twice as long: where drafting doesn't pay, trying it must cost next to nothing."""
 
 
 class _Plan(NamedTuple):
@@ -57,19 +57,21 @@ class AdaptivePolicy:
         self._everyone = Acceptance(block_size, FADE_OF_ALL)
         self._costs = CostTable()
         self._break_even: BreakEven | None = None
-        self._patience: dict[int, int] = {}  # rounds that the next decision not to draft holds, by number of rows
-        self._off = (0, 0)  # rounds that the last one still holds, and for how many rows
+        self._patience: dict[int, int] = {}  # rounds that the next decision not to draft holds, by batch
+        self._off = (0, 0, 0)  # rounds that the last one still holds, for which batch, and of how many drafts it was
 
     def caps(self, rows: Sequence[Row], load: Load) -> Sequence[int]:
         count = len(rows) + load.rows
-        left, decided_for = self._off
-        if left and decided_for == count:
-            self._off = (left - 1, count)
+        batch, most = self._batch(count), max(row.cap for row in rows)
+        left, batch_then, most_then = self._off
+        # That one draft doesn't pay, near the end of an answer, says nothing of four.
+        if left and batch_then == batch and most <= most_then:
+            self._off = (left - 1, batch, most_then)
             return [0] * len(rows)
         prior = self._everyone.shares()
         gains = [row.acceptance.gains(row.cap, prior) for row in rows]
         bounds = {kind: self._costs.bounds(kind) for kind in ("verify", "draft", "seed")}
-        seconds = bounds["verify"]((self._batch(count), _ids(load.ids + len(rows))))
+        seconds = bounds["verify"]((batch, _ids(load.ids + len(rows))))
         if load.drafting:
             seconds += bounds["draft"]((self._batch(load.drafting), 1))
         plain = _Plan(0, 0, float(count), seconds)
@@ -78,12 +80,11 @@ class AdaptivePolicy:
         if best.rate >= MARGIN * plain.rate:
             for i in _most_promising(gains, best.drafts)[: best.rows]:
                 caps[i] = min(best.drafts, rows[i].cap)
-            self._patience.pop(count, None)
+            self._patience.pop(batch, None)
         else:
-            first, most = PATIENCE
-            rounds = self._patience.get(count, first)
-            self._patience[count] = min(2 * rounds, most)
-            self._off = (rounds - 1, count)
+            rounds = self._patience.get(batch, PATIENCE[0])
+            self._patience[batch] = min(2 * rounds, PATIENCE[1])
+            self._off = (rounds - 1, batch, most)
         self._break_even = BreakEven(
             rows=len(rows),
             drafts=max(caps),

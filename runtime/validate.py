@@ -183,7 +183,9 @@ def _replay_batch(session: Session, batch: int, vectors: dict[str, Array], toler
             stages.append(_close(name, draft.confidence_logits[-1][known], reference[known], tolerance.logits))
         if draft.q is not None:
             reference = vectors[f"{r}.q"]
-            stages.append(_close(f"{at_batch}draft {r} q", draft.q[-1][known], reference[known], tolerance.probabilities))
+            stages.append(
+                _close(f"{at_batch}draft {r} q", draft.q[-1][known], reference[known], tolerance.probabilities)
+            )
         ids = vectors[f"{r}.verify_ids"]
         out = session.verify(_rows(ids, start, others))
         logits = np.stack([out.logits[i] for i in range(len(out.logits) - len(ids), len(out.logits))])

@@ -37,12 +37,13 @@ class DeviceLogits:
 
 
 class DeviceProbabilities(Sequence[Float32]):
-    """q ``[s, V]`` of each row, fetched where it is looked at."""
+    """q ``[s, V]`` of each of `count` rows, of a tensor ``[batch, ≥ s, V]``, fetched where it is looked at."""
 
-    def __init__(self, memory: Memory, tensor: Placed, count: int) -> None:
+    def __init__(self, memory: Memory, tensor: Placed, count: int, drafts: int) -> None:
         self._memory = memory
         self._tensor = tensor
         self._count = count
+        self._drafts = drafts
 
     def __len__(self) -> int:
         return self._count
@@ -54,8 +55,9 @@ class DeviceProbabilities(Sequence[Float32]):
     def __getitem__(self, at: int | slice) -> Float32 | Sequence[Float32]:
         if isinstance(at, slice):
             return [self[i] for i in range(*at.indices(self._count))]
+        at = range(self._count)[at]  # from the end too
         width = self._tensor.shape[1]
-        return np.stack([_fetch(self._memory, self._tensor, at * width + j) for j in range(width)])
+        return np.stack([_fetch(self._memory, self._tensor, at * width + j) for j in range(self._drafts)])
 
     def __iter__(self) -> Iterator[Float32]:
         return (self[i] for i in range(self._count))

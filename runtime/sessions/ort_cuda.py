@@ -36,7 +36,7 @@ PLUGINS_VARIABLE = "DSPARK_PLUGINS"
 """Environment variable: the library of kernels, or the directory that it was built in."""
 
 _LIBRARY = "libdspark_ort.so"
-_SMALLEST_CHUNK = 16
+_SHORT_CHUNK = 32
 _PIECE = 64 << 20  # bytes of weights copied at once
 
 
@@ -74,8 +74,10 @@ class OrtCudaSession:
         block, most = self.limits.block_size, self.limits.batches[-1]
         default = min(manifest.serving.max_draft, block) + 1
         self._widths = (block + 1,) if fixed_width else tuple(sorted({1, default, block + 1}))
-        self._chunks = _doubled(_SMALLEST_CHUNK, self.limits.prefill_chunk)
-        self._seeds = _doubled(block + 1, self.limits.tap_rows)
+        # Few widths: each that runs is captured, for each batch. Padding costs less.
+        self._chunks = tuple(sorted({min(_SHORT_CHUNK, self.limits.prefill_chunk), self.limits.prefill_chunk}))
+        self._seeds = tuple(sorted({block + 1, self.limits.tap_rows}))
+        self._drafts = tuple(sorted({max(default - 1, 1), block}))
         load = _loader(path, device, threads, library)
         sessions = {name: load(file) for name, file in {e.graph: e.file for e in manifest.engines}.items()}
         self._memory: Memory = CudaMemory() if device == "cuda" else HostMemory()
@@ -119,7 +121,8 @@ class OrtCudaSession:
             raise RequestError(
                 "new_len", "more tap rows than a round leaves", expected=f"0 … {most}", found=int(rows.new_len.max())
             )
-        batch, width = self._batch(len(rows.slot)), rows.uniforms.shape[1]
+        batch, drafts = self._batch(len(rows.slot)), rows.uniforms.shape[1]
+        width = _smallest(self._drafts, drafts)
         inputs = {
             "bonus": _padded(rows.bonus, batch, 0),
             # A padding row drafts from an empty ring on the scratch slot.
@@ -128,7 +131,7 @@ class OrtCudaSession:
             "new_len": _padded(rows.new_len, batch, 0),
             "slot": _padded(rows.slot, batch, self.limits.slots),
             "temperature": _padded(rows.temperature, batch, 0),
-            "uniforms": _padded(rows.uniforms, batch, 0),
+            "uniforms": _padded(_widened(rows.uniforms, width), batch, 0),
         }
         outputs: dict[str, tuple[tuple[int, ...], str]] = {"ids": ((batch, width), "int64")}
         if self._has_confidence:
@@ -139,7 +142,7 @@ class OrtCudaSession:
             inputs["noise"] = np.zeros((batch, width, 1), np.float32)
         else:
             placed["noise"] = self._place("noise", batch, width)
-            self._memory.write(placed["noise"].address, rows.noise)
+            self._memory.write(placed["noise"].address, _widened(rows.noise, width))
         if sampled:
             placed["q"] = self._place("q", batch, width)
         else:
@@ -148,9 +151,9 @@ class OrtCudaSession:
         count = len(rows.slot)
         confidence = out.get("confidence_logits")
         return DraftOut(
-            ids=out["ids"][:count].copy(),
-            confidence_logits=None if confidence is None else confidence[:count].copy(),
-            q=DeviceProbabilities(self._memory, placed["q"], count) if sampled else None,
+            ids=out["ids"][:count, :drafts].copy(),
+            confidence_logits=None if confidence is None else confidence[:count, :drafts].copy(),
+            q=DeviceProbabilities(self._memory, placed["q"], count, drafts) if sampled else None,
         )
 
     def copy(self, work: SlotCopy) -> None:
@@ -209,20 +212,20 @@ def _padded(values: NDArray[Any], batch: int, padding: int) -> NDArray[Any]:
     return rows
 
 
+def _widened(values: NDArray[Any], width: int) -> NDArray[Any]:
+    """``[b, s, …]`` as ``[b, width, …]``, with zeros for what is added."""
+    if values.shape[1] == width:
+        return values
+    rows = np.zeros((values.shape[0], width, *values.shape[2:]), values.dtype)
+    rows[:, : values.shape[1]] = values
+    return rows
+
+
 def _smallest(sizes: Sequence[int], least: int) -> int:
     for size in sizes:
         if size >= least:
             return size
     raise RequestError("count", "more rows than a call takes", expected=f"<= {sizes[-1]}", found=least)
-
-
-def _doubled(first: int, last: int) -> tuple[int, ...]:
-    """`first`, twice that, and so on, up to `last`."""
-    sizes = []
-    while first < last:
-        sizes.append(first)
-        first *= 2
-    return (*sizes, last)
 
 
 def _weights(path: Path, memory: Memory) -> dict[str, Placed]:

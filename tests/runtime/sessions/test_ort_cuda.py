@@ -76,42 +76,43 @@ def same(one: TargetOut, other: TargetOut) -> None:
         assert one.logits[i, 3] == one.logits[i][3]
 
 
-def test_calls_do_what_those_of_the_cpu_do(sessions: tuple[Session, Session], both: Both) -> None:
+def script(session: Session, pair: str) -> Iterator[Any]:
     """Rows of unlike lengths in slots out of order; a prompt in chunks, seeded in one go; drafts; a copied slot."""
-    ids = [prompt["input_ids"] for prompt in tiny_prompts(both.name)]
+    ids = [prompt["input_ids"] for prompt in tiny_prompts(pair)]
     long, short = (ids[0] * 9)[:21], ids[1][:5]
-    outs: list[list[Any]] = []
-    for session in sessions:
-        found: list[Any] = [session.prefill(rows([long[:16], short], [0, 0], [3, 1]))]
-        session.seed(SeedRows(np.array([0, 0]), np.array([16, 5]), np.array([3, 1])))
-        found.append(session.prefill(rows([long[16:]], [16], [3])))
-        session.copy(SlotCopy(1, 2, 5, 0, 5, 0))
-        floats = np.zeros((3, 4), np.float32)
-        block = session.draft(
-            DraftRows(
-                bonus=np.array([7, 8, 8]),
-                start=np.array([21, 5, 5]),
-                valid_len=np.array([16, 5, 5]),
-                new_len=np.array([5, 0, 0]),
-                slot=np.array([3, 1, 2]),
-                temperature=floats[:, 0],
-                uniforms=floats,
-            )
+    yield session.prefill(rows([long[:16], short], [0, 0], [3, 1]))
+    session.seed(SeedRows(np.array([0, 0]), np.array([16, 5]), np.array([3, 1])))
+    yield session.prefill(rows([long[16:]], [16], [3]))
+    session.copy(SlotCopy(1, 2, 5, 0, 5, 0))
+    floats = np.zeros((3, 4), np.float32)
+    block = session.draft(
+        DraftRows(
+            bonus=np.array([7, 8, 8]),
+            start=np.array([21, 5, 5]),
+            valid_len=np.array([16, 5, 5]),
+            new_len=np.array([5, 0, 0]),
+            slot=np.array([3, 1, 2]),
+            temperature=floats[:, 0],
+            uniforms=floats,
         )
-        found.append(block)
-        drafts = block.ids.tolist()
-        # As many ids as each row likes, so that one is padded to the width of another.
-        found.append(session.verify(rows([[7, *drafts[0]], [8], [8, *drafts[2][:2]]], [21, 5, 5], [3, 1, 2])))
-        found.append(session.verify(rows([[9]], [22], [3], [1])))
-        outs.append(found)
-    for one, other in zip(*outs, strict=True):
+    )
+    yield block
+    np.testing.assert_array_equal(block.ids[1], block.ids[2])  # the copy drafts what its source does
+    drafts = block.ids.tolist()
+    # As many ids as each row likes, so that one is padded to the width of another.
+    yield session.verify(rows([[7, *drafts[0]], [8], [8, *drafts[2][:2]]], [21, 5, 5], [3, 1, 2]))
+    yield session.verify(rows([[9]], [22], [3], [1]))
+
+
+def test_calls_do_what_those_of_the_cpu_do(sessions: tuple[Session, Session], both: Both) -> None:
+    """Step by step, since outputs are views that later calls overwrite."""
+    for one, other in zip(*(script(session, both.name) for session in sessions), strict=True):
         if isinstance(one, TargetOut):
             same(one, other)
         else:
             np.testing.assert_array_equal(one.ids, other.ids)
             np.testing.assert_allclose(one.confidence_logits, other.confidence_logits, rtol=0, atol=1e-4)
             assert one.q is None
-            np.testing.assert_array_equal(one.ids[1], one.ids[2])  # the copy drafts what its source does
 
 
 @pytest.mark.parametrize("noisy", [False, True], ids=["uniforms", "noise"])
@@ -138,6 +139,9 @@ def test_draws_are_those_of_the_cpu(sessions: tuple[Session, Session], both: Bot
         assert len(one.q) == 2
         np.testing.assert_allclose(one.q[0], other.q[0], rtol=0, atol=1e-5)
         np.testing.assert_allclose(one.q[0].sum(axis=-1), 1, rtol=1e-5)
+        np.testing.assert_array_equal(one.q[-2], one.q[0])
+        with pytest.raises(IndexError):
+            one.q[2]
 
 
 def test_only_what_is_looked_at_is_fetched(
