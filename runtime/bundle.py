@@ -114,7 +114,6 @@ def _check_consistency(manifest: Manifest, where: Path) -> None:
     engines = {(engine.graph, engine.batch) for engine in manifest.engines}
     cuda = manifest.backend.name == "ort-cuda"
     wanted = [(graph, batch) for graph in (_CUDA_GRAPHS if cuda else _GRAPHS) for batch in batches]
-    wanted += [("copy", 1)] * cuda
     absent = [f"{graph} for batch {batch}" for graph, batch in wanted if (graph, batch) not in engines]
     needed = ("weights.bin", *["weights.json"] * cuda, *(engine.file for engine in manifest.engines))
     unlisted = [name for name in needed if name not in manifest.files]

@@ -13,7 +13,6 @@ from pathlib import Path
 import onnx_ir as ir
 
 from builder.export import Graph, state_names
-from builder.graphs.functions import OPSET
 from builder.passes.base import KeepOutputs, apply
 from builder.passes.cuda import DTYPES, AttachBodies, BestLogit, SizeState, TapsInSlots, WeightsToInputs, cache_rows
 from builder.passes.cuda_fusion import FuseAttention, FuseChain, FuseContextWrites, FuseLinear
@@ -28,7 +27,6 @@ LIBRARY_VERSION = "1.31.0"
 """The oldest onnxruntime-gpu whose CUDA kernels for the operators of `builder.passes` are known to work."""
 
 _DEBUG_OUTPUTS = frozenset({"hidden", "base", "corrected"})
-_IR_VERSION = 10
 
 
 class OrtCuda:
@@ -41,7 +39,7 @@ class OrtCuda:
         self, graphs: Mapping[str, Graph], weights: WeightIndex, limits: Limits, dest: Path
     ) -> tuple[EngineFile, ...]:
         """One model file a graph, whatever the batch: a session captures each size that it runs. The draft is there
-        twice, since one that samples returns its probabilities, and ``copy`` copies a slot to another.
+        twice, since one that samples returns its probabilities.
 
         ``weights.json`` says of each weight what ``weights.bin`` has for it.
         """
@@ -52,9 +50,8 @@ class OrtCuda:
         for name, model in written.items():
             ir.save(model, dest / f"{name}.onnx")
             engines += [EngineFile(name, batch, f"{name}.onnx") for batch in limits.batches]
-        ir.save(_copy_graph(written), dest / "copy.onnx")
         _write_index(dest / WEIGHTS_INDEX_NAME, weights)
-        return (*engines, EngineFile("copy", 1, "copy.onnx"))
+        return tuple(engines)
 
     def lower(self, graph: Graph, weights: WeightIndex, limits: Limits, sample: bool = False) -> ir.Model:
         """The graph as it runs; `sample` says whether the draft may draw tokens."""
@@ -95,33 +92,6 @@ class OrtCuda:
 
     def describe(self) -> Backend:
         return Backend("ort-cuda", "onnxruntime-gpu", LIBRARY_VERSION, "any", self.precision)
-
-
-def _copy_graph(written: Mapping[str, ir.Model]) -> ir.Model:
-    """Slot ``source[1]`` of every state over slot ``dest[1]``, in standard ops."""
-    states = {
-        value.name: value
-        for model in written.values()
-        for value in model.graph.inputs
-        if value.shape is not None and value.shape and str(value.shape[0]) == "slots"
-    }
-    tape = ir.tape.Tape()
-    integer = ir.TensorType(ir.DataType.INT64)
-    source, dest = (ir.Value(name=name, shape=ir.Shape([1]), type=integer) for name in ("source", "dest"))
-    axis = ir.tensor([1], dtype=ir.DataType.INT64, name="axis")
-    axis_value = ir.Value(name="axis", shape=ir.Shape([1]), type=integer, const_value=axis)
-    index = tape.op("Unsqueeze", [dest, axis_value])
-    inputs, outputs = [source, dest], []
-    for name, state in states.items():
-        old = ir.Value(name=name, shape=state.shape, type=state.type)
-        new = tape.op("ScatterND", [old, index, tape.op("Gather", [old, source], {"axis": 0})])
-        new.name, new.shape, new.type = f"{name}.new", state.shape, state.type
-        inputs.append(old)
-        outputs.append(new)
-    graph = ir.Graph(
-        inputs, outputs, nodes=tape.nodes, initializers=[axis_value], opset_imports={"": OPSET}, name="copy"
-    )
-    return ir.Model(graph, ir_version=_IR_VERSION)
 
 
 def _write_index(path: Path, weights: WeightIndex) -> None:

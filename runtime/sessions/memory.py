@@ -15,6 +15,10 @@ ALIGNMENT = 256
 """Bytes that blocks, and parts of a block, are aligned to: the widest access of any kernel."""
 
 
+_TO_DEVICE, _TO_HOST, _ON_DEVICE = 1, 2, 3
+"""The CUDA runtime's kinds of copies."""
+
+
 class Memory(Protocol):
     """Blocks that live as long as this object. Copies are done when a call returns."""
 
@@ -30,6 +34,8 @@ class Memory(Protocol):
     def read(self, address: int, array: NDArray[Any]) -> None:
         """Fill the array."""
         ...
+
+    def copy(self, dest: int, source: int, size: int) -> None: ...
 
 
 class HostMemory:
@@ -50,6 +56,9 @@ class HostMemory:
 
     def read(self, address: int, array: NDArray[Any]) -> None:
         ctypes.memmove(array.ctypes.data, address, array.nbytes)
+
+    def copy(self, dest: int, source: int, size: int) -> None:
+        ctypes.memmove(dest, source, size)
 
 
 class CudaMemory:
@@ -75,14 +84,18 @@ class CudaMemory:
 
     def write(self, address: int, array: NDArray[Any]) -> None:
         source = np.ascontiguousarray(array)
-        self._copy(address, source.ctypes.data, source.nbytes, 1)
+        self._transfer(address, source.ctypes.data, source.nbytes, _TO_DEVICE)
         # From memory that isn't pinned, a copy may return once the driver has the bytes, before the GPU does.
         self._wait()
 
     def read(self, address: int, array: NDArray[Any]) -> None:
-        self._copy(array.ctypes.data, address, array.nbytes, 2)
+        self._transfer(array.ctypes.data, address, array.nbytes, _TO_HOST)
 
-    def _copy(self, dest: int, source: int, size: int, kind: int) -> None:
+    def copy(self, dest: int, source: int, size: int) -> None:
+        self._transfer(dest, source, size, _ON_DEVICE)
+        self._wait()
+
+    def _transfer(self, dest: int, source: int, size: int, kind: int) -> None:
         arguments = ctypes.c_void_p(dest), ctypes.c_void_p(source), ctypes.c_size_t(size), ctypes.c_int(kind)
         self._check(self._runtime.cudaMemcpy(*arguments))
 

@@ -81,12 +81,11 @@ class OrtCudaSession:
         load = _loader(path, device, threads, library)
         sessions = {name: load(file) for name, file in {e.graph: e.file for e in manifest.engines}.items()}
         self._memory: Memory = CudaMemory() if device == "cuda" else HostMemory()
-        fixed = {**_weights(path, self._memory), **_state(manifest, self._memory)}
-        # A copy's ScatterND reads host memory at each run, which a captured graph would remember.
-        self._graphs = {
-            name: Variants(session, self._memory, fixed, captured=library is not None and name != "copy")
-            for name, session in sessions.items()
-        }
+        state = _state(manifest, self._memory)
+        self._state = tuple(state.values())
+        fixed = {**_weights(path, self._memory), **state}
+        captured = library is not None
+        self._graphs = {name: Variants(session, self._memory, fixed, captured) for name, session in sessions.items()}
         self._logits = self._memory.allocate(4 * most * (block + 1) * self._vocab)
         self._big: dict[str, int] = {}
 
@@ -158,7 +157,9 @@ class OrtCudaSession:
 
     def copy(self, work: SlotCopy) -> None:
         """The whole slot: cheaper than finding out which rows."""
-        self._graphs["copy"].run({"source": np.array([work.source]), "dest": np.array([work.dest])}, {}, {})
+        for tensor in self._state:
+            size = int(np.prod(tensor.shape[1:])) * ITEM_BYTES[tensor.dtype]
+            self._memory.copy(tensor.address + work.dest * size, tensor.address + work.source * size, size)
 
     def close(self) -> None:
         self._graphs.clear()
