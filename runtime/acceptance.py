@@ -14,11 +14,12 @@ REST = 0.99
 """What all tests count for after a round without drafts: an opinion from long ago is given up, and drafting tried
 again."""
 
-PRIOR_WEIGHT = 4.0
+PRIOR_WEIGHT = 8.0
 """Tests of its own that a request's prior is worth."""
 
-FIRST_GUESS = 0.75
-"""Share of accepted drafts before any was tested: high, so that drafting is tried."""
+FIRST_GUESS, GUESS_WEIGHT = 0.75, 24.0
+"""Share of accepted drafts before any was tested, and the tests that it is worth: high, so that drafting is tried for
+longer than a bad beginning lasts."""
 
 
 class Acceptance:
@@ -45,10 +46,11 @@ class Acceptance:
 
     def shares(self) -> list[float]:
         """The share at each position, drawn to its neighbour before (the first, to a guess) where tests are few."""
-        shares, before = [], FIRST_GUESS
+        shares, before, weight = [], FIRST_GUESS, GUESS_WEIGHT
         for hits, tests in zip(self._hits, self._tests, strict=True):
-            before = (hits + before * PRIOR_WEIGHT) / (tests + PRIOR_WEIGHT)
+            before = (hits + before * weight) / (tests + weight)
             shares.append(before)
+            weight = PRIOR_WEIGHT
         return shares
 
     def gains(self, cap: int, prior: Sequence[float]) -> list[float]:

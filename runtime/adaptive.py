@@ -20,9 +20,12 @@ MARGIN = 1.03
 CATCHING_UP = 0.25
 """Share of a seed call that a round is charged with: what the ring takes in serves the rounds to come as well."""
 
-PATIENCE = (2, 64)
+PATIENCE = (2, 32)
 """Rounds for which a decision not to draft holds while the rows need the same batch: the first one, and at most. Each
-that follows on another holds twice as long: where drafting doesn't pay, trying it must cost next to nothing."""
+that follows on another holds twice as long, after one round that puts it to the test in the least costly way."""
+
+TEST_SHARE = 0.012
+"""What tests may cost: a decision holds no longer than makes the expected loss of one this share of the rounds."""
 
 
 class _Plan(NamedTuple):
@@ -58,6 +61,7 @@ class AdaptivePolicy:
         self._costs = CostTable()
         self._break_even: BreakEven | None = None
         self._patience: dict[int, int] = {}  # rounds that the next decision not to draft holds, by batch
+        self._tried: set[int] = set()  # batches whose last decision was put to the test since
         self._off = (0, 0, 0)  # rounds that the last one still holds, for which batch, and of how many drafts it was
 
     def caps(self, rows: Sequence[Row], load: Load) -> Sequence[int]:
@@ -77,12 +81,16 @@ class AdaptivePolicy:
         plain = _Plan(0, 0, float(count), seconds)
         best = max(self._plans(rows, gains, load, bounds), key=lambda plan: plan.rate)
         caps = [0] * len(rows)
-        if best.rate >= MARGIN * plain.rate:
+        pays = best.rate >= MARGIN * plain.rate
+        if pays or self._due(batch):
             for i in _most_promising(gains, best.drafts)[: best.rows]:
                 caps[i] = min(best.drafts, rows[i].cap)
+        if pays:
             self._patience.pop(batch, None)
-        else:
+        elif not any(caps):
+            loss = 1 - best.rate / plain.rate if plain.rate < math.inf else 1.0
             rounds = self._patience.get(batch, PATIENCE[0])
+            rounds = min(rounds, max(math.ceil(loss / TEST_SHARE), PATIENCE[0]))
             self._patience[batch] = min(2 * rounds, PATIENCE[1])
             self._off = (rounds - 1, batch, most)
         self._break_even = BreakEven(
@@ -92,6 +100,14 @@ class AdaptivePolicy:
             needed=1 + (best.seconds / plain.seconds - 1) * plain.tokens / best.rows if plain.seconds else 0.0,
         )
         return caps
+
+    def _due(self, batch: int) -> bool:
+        """Whether a decision not to draft has held long enough for a round of drafts to see if it is still right."""
+        if batch not in self._patience or batch in self._tried:
+            self._tried.discard(batch)
+            return False
+        self._tried.add(batch)
+        return True
 
     def lengths(self, rows: Sequence[Row], load: Load) -> Sequence[int]:
         return [row.confident() for row in rows]

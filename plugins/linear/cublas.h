@@ -5,6 +5,9 @@
 #include <dlfcn.h>
 #include <library_types.h>
 
+#include <cstdint>
+#include <mutex>
+
 namespace dspark {
 
 // As cublas_v2.h declares them, whose names and numbers are cuBLAS's binary interface: so these kernels build with the
@@ -27,13 +30,15 @@ class Cublas {
     return found;
   }
 
-  // y [rows, outputs] = x [rows, inputs] wᵀ, w [outputs, inputs], both of `type`, y of `made`. One stream at a time.
+  // y [rows, outputs] = x [rows, inputs] wᵀ, w [outputs, inputs], both of `type`, y of `made`. From any thread.
   bool product(const void* x, const void* w, void* y, int64_t rows, int64_t inputs, int64_t outputs, cudaDataType type,
                cudaDataType made, void* workspace, cudaStream_t stream) {
     const float one = 1.f, none = 0.f;
     const int m = static_cast<int>(outputs), n = static_cast<int>(rows), k = static_cast<int>(inputs);
     // Pedantic in float32: no TF32.
     const int compute = type == CUDA_R_32F ? cublas::kFloatPedantic : cublas::kFloat;
+    // Stream and workspace are the handle's: no other thread's may come between them and the product.
+    const std::lock_guard<std::mutex> lock(mutex_);
     return set_stream_(handle_, stream) == cublas::kSuccess &&
            set_workspace_(handle_, workspace, kWorkspace) == cublas::kSuccess &&
            gemm_(handle_, cublas::kTransposed, cublas::kNo, m, n, k, &one, w, type, k, x, type, k, &none, y, made, m,
@@ -60,6 +65,7 @@ class Cublas {
     return complete ? made : nullptr;
   }
 
+  std::mutex mutex_;
   cublas::Handle handle_ = nullptr;
   cublas::SetStream set_stream_ = nullptr;
   cublas::SetWorkspace set_workspace_ = nullptr;

@@ -90,7 +90,7 @@ def test_adaptive_is_as_fast_as_the_better_of_on_and_off(rows: int, share: float
     """All on a clock of its own: nothing here is timed."""
     found = rate(AdaptivePolicy((1, 2, 4, 8, 16), BLOCK), 0, [share] * rows, Machine(pace))
     off, on = (rate(None, fixed, [share] * rows, Machine(pace)) for fixed in (0, 4))
-    assert found >= (0.93 if pace is drifting else 0.97) * max(on, off), (
+    assert found >= (0.93 if pace is drifting else 0.96) * max(on, off), (
         f"{found / max(on, off):.3f} of {'on' if on > off else 'off'}"
     )
 
@@ -173,22 +173,21 @@ def test_catching_up_is_part_of_the_price() -> None:
 
 
 def test_a_decision_not_to_draft_holds_twice_as_long_each_time() -> None:
-    """Nothing that is learnt meanwhile is looked at, unless the load changes."""
+    """Between holds a round of drafts puts it to the test; another load is decided anew."""
     policy = AdaptivePolicy((1, 2), BLOCK)
     for _ in range(60):
         policy.observe(Round(1, 1, 0.02, 0, 0, 0.0, 0, 0.0, [], []))
         for drafts in range(1, 5):
             policy.observe(Round(1, 1 + drafts, 0.2, 1, drafts, 0.2, 0, 0.0, [drafts], [0]))
-    shown, held, before = [row()], [0], policy.break_even()
+    shown, held = [row()], [0]
     for _ in range(300):
-        assert policy.caps(shown, NOBODY) == [0]
-        if policy.break_even() is not before:
-            before = policy.break_even()
+        if policy.caps(shown, NOBODY) == [0]:
+            held[-1] += 1
+        else:
             held.append(0)
-        held[-1] += 1
     first, most = PATIENCE
-    assert held[1:4] == [first, 2 * first, 4 * first]
+    assert held[:4] == [first, 2 * first, 4 * first, 8 * first]
     assert max(held) == most
-    # Of another load nothing is decided yet.
+    before = policy.break_even()
     policy.caps(shown * 2, NOBODY)
     assert policy.break_even() is not before
