@@ -24,6 +24,7 @@ from runtime.libraries import BACKENDS, BUILD_PACKAGES, RUN_PACKAGES, installed
 from runtime.machine import available_memory, human_bytes
 from runtime.manifest import (
     FORMAT_VERSION,
+    ITEM_BYTES,
     REPORT_NAME,
     TOKENIZER_CONFIG_FILE,
     TOKENIZER_FILE,
@@ -61,7 +62,6 @@ STAGES: Mapping[str, tuple[float, float]] = {
 }
 
 
-_ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _PRECISION_BYTES = {"f32": 4, "f16": 2, "bf16": 2}  # of most weights
 
 
@@ -267,7 +267,7 @@ def _object(spec: TargetSpec | DrafterSpec) -> dict[str, object]:
 
 def _memory(state: tuple[StateTensor, ...], slots: int, weights: int) -> Memory:
     """Bytes that serving takes: the `weights`, and the back end's `state` for every slot and the scratch slot."""
-    per_tensor = [(tensor.kind, math.prod(tensor.shape) * _ITEM_BYTES[tensor.dtype]) for tensor in state]
+    per_tensor = [(tensor.kind, math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype]) for tensor in state]
     per_slot = sum(size for _, size in per_tensor)
     ring = sum(size for kind, size in per_tensor if kind == "ring")
     return Memory(weights, per_slot, ring, weights + (slots + 1) * per_slot)

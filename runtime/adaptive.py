@@ -79,7 +79,7 @@ class AdaptivePolicy:
         if load.drafting:
             seconds += bounds["draft"]((self._batch(load.drafting), 1))
         plain = _Plan(0, 0, float(count), seconds)
-        best = max(self._plans(rows, gains, load, bounds), key=lambda plan: plan.rate)
+        best = max(self._plans(rows, gains, load, bounds, batch), key=lambda plan: plan.rate)
         caps = [0] * len(rows)
         pays = best.rate >= MARGIN * plain.rate
         if pays or self._due(batch):
@@ -125,11 +125,16 @@ class AdaptivePolicy:
         return self._break_even
 
     def _plans(
-        self, rows: Sequence[Row], gains: Sequence[Sequence[float]], load: Load, bounds: Mapping[str, Bounds]
+        self,
+        rows: Sequence[Row],
+        gains: Sequence[Sequence[float]],
+        load: Load,
+        bounds: Mapping[str, Bounds],
+        batch: int,
     ) -> Iterator[_Plan]:
-        """At most 1, 2, … drafts, for the most promising row, for the two most promising ones, …"""
+        """At most 1, 2, … drafts, for the most promising row, for the two most promising ones, …; all rows are verified
+        at `batch`."""
         verify, draft, seed = (bounds[kind] for kind in ("verify", "draft", "seed"))
-        batch = self._batch(load.rows + len(rows))
         for drafts in range(1, max(map(len, gains))):
             tokens, ids, backlog = float(load.rows + len(gains)), load.ids + len(gains), 0
             for count, i in enumerate(_most_promising(gains, drafts), start=1):

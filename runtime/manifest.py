@@ -23,6 +23,8 @@ TOKENIZER_FILE = "tokenizer/tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer/tokenizer_config.json"
 PLUGINS_FILE = "plugins/libdspark_ort.so"
 """The library of kernels for ONNX Runtime, where a bundle brings one."""
+ITEM_BYTES = {"float32": 4, "int64": 8, "float16": 2, "bfloat16": 2}
+"""Bytes of an element, by the names that states and weights give their types."""
 PACKED_NAME = "packed"
 """The directory that a machine keeps its packed weights in."""
 

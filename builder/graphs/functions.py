@@ -16,7 +16,7 @@ from builder.graphs.ops import DOMAIN, SIGNATURES
 OPSET = 24
 
 # Rows [b, h, n, 3] of (slot, head, row) into a state tensor [slots+1, heads, rows, d], from slot[b], row[b, n].
-_INDEX = """
+ROWS_INDEX = """
   heads = Shape <start = 1, end = 2> (state)
   b = Shape <start = 0, end = 1> (row)
   n = Shape <start = 1, end = 2> (row)
@@ -59,7 +59,7 @@ _BODIES = {
   q_rotated = RotaryEmbedding (q_heads, cos, sin, row)
   k_rotated = RotaryEmbedding (k_heads, cos, sin, row)
   state = Identity (k_cache)
-  {_INDEX}
+  {ROWS_INDEX}
   k_cache_out = ScatterND (k_cache, index, k_rotated)
   v_cache_out = ScatterND (v_cache, index, v_heads)
   slot_keys = Gather <axis = 0> (k_cache_out, slot)
@@ -90,7 +90,7 @@ _BODIES = {
   window = Shape <start = 2, end = 3> (ring)
   row = Mod (position, window)
   state = Identity (ring)
-  {_INDEX}
+  {ROWS_INDEX}
   old = GatherND (ring, index)
   count_column = Unsqueeze (count, axes_1)
   counted = Less (offsets, count_column)

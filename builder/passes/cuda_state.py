@@ -6,6 +6,8 @@ has changed from version to version, so neither is used.
 
 from __future__ import annotations
 
+from builder.graphs.functions import ROWS_INDEX
+
 _CONSTANTS = """
   zero = Constant <value = int64 {0}> ()
   one = Constant <value = int64 {1}> ()
@@ -92,20 +94,8 @@ def _write_heads(state_k: str, state_v: str, written: str) -> str:
     text = f"""
   state_rows = Shape <start = 2, end = 3> ({state_k})
   row = Mod (position, state_rows)
-  b = Shape <start = 0, end = 1> (row)
-  index_shape = Concat <axis = 0> (b, kv_heads, width)
-  i_slot = Unsqueeze (slot, axes_12)
-  kv_heads_scalar = Squeeze (kv_heads)
-  head_range = Range (zero, kv_heads_scalar, one)
-  i_head = Unsqueeze (head_range, axes_1)
-  i_row = Unsqueeze (row, axes_1)
-  e_slot = Expand (i_slot, index_shape)
-  e_head = Expand (i_head, index_shape)
-  e_row = Expand (i_row, index_shape)
-  u_slot = Unsqueeze (e_slot, axes_3)
-  u_head = Unsqueeze (e_head, axes_3)
-  u_row = Unsqueeze (e_row, axes_3)
-  index = Concat <axis = 3> (u_slot, u_head, u_row)
+  state = Identity ({state_k})
+  {ROWS_INDEX}
   write = Unsqueeze ({written}, axes_13)
 """
     return text + "".join(_merge(part, state, "index") for part, state in (("k", state_k), ("v", state_v)))

@@ -27,6 +27,7 @@ from runtime.sessions.base import (
     TargetOut,
     TargetRows,
 )
+from runtime.sessions.checks import check_draft, smallest_batch
 from runtime.sessions.ort_engines import load_engines
 
 _DEBUG = ("hidden", "base", "corrected")
@@ -88,18 +89,7 @@ class OrtSession:
         engine.run({"taps": taps, "start": starts, "count": counts}, {})
 
     def draft(self, rows: DraftRows) -> DraftOut:
-        if (rows.start <= 0).any():
-            raise RequestError(
-                "start_pos",
-                "a draft needs committed tokens before the bonus token",
-                expected="> 0",
-                found=int(rows.start.min()),
-            )
-        most = self.limits.block_size + 1
-        if (rows.new_len > most).any():
-            raise RequestError(
-                "new_len", "more tap rows than a round leaves", expected=f"0 … {most}", found=int(rows.new_len.max())
-            )
+        check_draft(self.limits, rows)
         engine = self._engine("draft", len(rows.slot))
         placed = engine.place(rows.slot.tolist())
         batch, width = engine.batch, rows.uniforms.shape[1]
@@ -187,12 +177,7 @@ class OrtSession:
 
     def _engine(self, graph: str, rows: int) -> _Engine:
         """The smallest engine that holds the rows."""
-        for batch in self.limits.batches:
-            if batch >= rows:
-                return self._engines[graph, batch]
-        raise RequestError(
-            "batch", "no engine holds so many rows", expected=f"<= {self.limits.batches[-1]}", found=rows
-        )
+        return self._engines[graph, smallest_batch(self.limits, rows)]
 
     def _buffer(self, name: str, *shape: int, dtype: type[np.generic] = np.float32) -> NDArray[Any]:
         """An array of that shape in the buffer of that name; what it held may be lost."""

@@ -18,7 +18,7 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from runtime.errors import BundleError, PluginWarning, RequestError
-from runtime.manifest import PLUGINS_FILE, REBUILD, Manifest
+from runtime.manifest import ITEM_BYTES, PLUGINS_FILE, REBUILD, Manifest
 from runtime.sessions.base import (
     DraftOut,
     DraftRows,
@@ -28,9 +28,10 @@ from runtime.sessions.base import (
     TargetOut,
     TargetRows,
 )
+from runtime.sessions.checks import check_draft, smallest_batch
 from runtime.sessions.device_rows import DeviceLogits, DeviceProbabilities
 from runtime.sessions.memory import CudaMemory, HostMemory, Memory
-from runtime.sessions.ort_variants import ITEM_BYTES, Placed, Variants
+from runtime.sessions.ort_variants import Placed, Variants
 
 PLUGINS_VARIABLE = "DSPARK_PLUGINS"
 """Environment variable: the library of kernels, or the directory that it was built in."""
@@ -98,7 +99,7 @@ class OrtCudaSession:
         return self._target(rows, width, np.broadcast_to(np.arange(width), (len(rows.slot), width)))
 
     def seed(self, rows: SeedRows) -> None:
-        batch = self._batch(len(rows.slot))
+        batch = smallest_batch(self.limits, len(rows.slot))
         inputs = {
             "row": np.arange(_smallest(self._seeds, int(rows.count.max()))),
             "start": _padded(rows.start, batch, 0),
@@ -108,19 +109,8 @@ class OrtCudaSession:
         self._graphs["seed"].run(inputs, {}, {})
 
     def draft(self, rows: DraftRows) -> DraftOut:
-        if (rows.start <= 0).any():
-            raise RequestError(
-                "start_pos",
-                "a draft needs committed tokens before the bonus token",
-                expected="> 0",
-                found=int(rows.start.min()),
-            )
-        most = self.limits.block_size + 1
-        if (rows.new_len > most).any():
-            raise RequestError(
-                "new_len", "more tap rows than a round leaves", expected=f"0 … {most}", found=int(rows.new_len.max())
-            )
-        batch, drafts = self._batch(len(rows.slot)), rows.uniforms.shape[1]
+        check_draft(self.limits, rows)
+        batch, drafts = smallest_batch(self.limits, len(rows.slot)), rows.uniforms.shape[1]
         width = _smallest(self._drafts, drafts)
         inputs = {
             "bonus": _padded(rows.bonus, batch, 0),
@@ -165,7 +155,7 @@ class OrtCudaSession:
         self._graphs.clear()
 
     def _target(self, rows: TargetRows, width: int, head_rows: Int64) -> TargetOut:
-        count, batch = len(rows.slot), self._batch(len(rows.slot))
+        count, batch = len(rows.slot), smallest_batch(self.limits, len(rows.slot))
         counts = rows.count.tolist()
         ids = np.zeros((batch, width), np.int64)
         ids[:count][np.arange(width) < rows.count[:, None]] = rows.ids
@@ -193,15 +183,6 @@ class OrtCudaSession:
             size = 4 * self.limits.batches[-1] * self.limits.block_size * self._vocab
             self._big[name] = self._memory.allocate(size)
         return Placed(self._big[name], (batch, width, self._vocab), "float32")
-
-    def _batch(self, rows: int) -> int:
-        """The smallest batch that holds the rows."""
-        for batch in self.limits.batches:
-            if batch >= rows:
-                return batch
-        raise RequestError(
-            "batch", "no engine holds so many rows", expected=f"<= {self.limits.batches[-1]}", found=rows
-        )
 
 
 def _padded(values: NDArray[Any], batch: int, padding: int) -> NDArray[Any]:

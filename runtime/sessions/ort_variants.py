@@ -16,12 +16,11 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
+from runtime.manifest import ITEM_BYTES
 from runtime.sessions.memory import ALIGNMENT, Memory
 
 ONNX_TYPES = {"float32": 1, "int64": 7, "float16": 10, "bfloat16": 16}
 """ONNX's numbers of element types."""
-
-ITEM_BYTES = {"float32": 4, "int64": 8, "float16": 2, "bfloat16": 2}
 
 
 class Placed:

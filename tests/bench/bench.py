@@ -9,12 +9,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,6 +25,7 @@ from runtime.bundle import open_bundle  # noqa: E402
 from runtime.text import Tokenizer  # noqa: E402
 from tests.bench.figures import Figure, figures, summary_text  # noqa: E402
 from tests.bench.machine import cores, describe  # noqa: E402
+from tests.bench.part import measure_part  # noqa: E402
 from tests.bench.plan import QUICK, BenchPrompt, Plan, many_prompts, read_prompts  # noqa: E402
 
 FORMAT = 1
@@ -189,7 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results: dict[str, Mapping[str, Any]] = {}
     for name, part in bench.parts().items():
         if name in wanted:
-            results[name] = _measure(name, part)
+            results[name] = measure_part(name, part)
     made = figures(results)
     document = bench_document(plan, before, results, made)
     document["load_after"] = describe(ROOT)["load"]
@@ -246,19 +245,6 @@ def _missing_bundles(bench: Bench, wanted: Sequence[str]) -> Iterator[str]:
                 yield build
             else:
                 print(f"measuring the bundle {bundle} as it was built before, identity {identity}", flush=True)
-
-
-def _measure(name: str, part: Callable[[], Mapping[str, object]]) -> Mapping[str, Any]:
-    """The part's result, or its error: what one part lacks (memory, a package) must not cost the others' numbers."""
-    print(f"{name} …", flush=True)
-    began = perf_counter()
-    try:
-        result = part()
-    except Exception as error:
-        traceback.print_exc()
-        return {"error": f"{type(error).__name__}: {error}"}
-    print(f"{name}: {perf_counter() - began:.0f} s", flush=True)
-    return result
 
 
 if __name__ == "__main__":

@@ -13,18 +13,17 @@ import json
 import os
 import subprocess
 import sys
-import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import torch
 
 from tests.bench.machine import describe
+from tests.bench.part import measure_part
 from tests.bench_gpu.figures import figures, summary_text
 from tests.bench_gpu.shapes import BATCHES
 
@@ -145,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             continue
         if name not in ON_DRAFTER:
             bench.close()
-        results[name] = _measure(name, getattr(bench, name))
+        results[name] = measure_part(name, getattr(bench, name))
         _write(out, machine, plan, results)
     print("\n" + summary_text(machine, results))
     try:
@@ -190,19 +189,6 @@ def _write(out: Path, machine: Mapping[str, object], plan: Plan, results: Mappin
     }
     (out / "bench.json").write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     (out / "summary.txt").write_text(summary_text(machine, results), encoding="utf-8")
-
-
-def _measure(name: str, part: Callable[[], Mapping[str, object]]) -> Mapping[str, Any]:
-    """The part's result, or its error: what one part lacks must not cost the others' numbers."""
-    print(f"{name} …", flush=True)
-    began = perf_counter()
-    try:
-        result = part()
-    except Exception as error:
-        traceback.print_exc()
-        return {"error": f"{type(error).__name__}: {error}"}
-    print(f"{name}: {perf_counter() - began:.0f} s", flush=True)
-    return result
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
