@@ -16,13 +16,15 @@ from typing import NoReturn, TypeVar
 from runtime.errors import BundleError
 from runtime.version import DISTRIBUTION
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 MANIFEST_NAME = "manifest.json"
 REPORT_NAME = "report.json"
 TOKENIZER_FILE = "tokenizer/tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer/tokenizer_config.json"
 PLUGINS_FILE = "plugins/libdspark_ort.so"
 """The library of kernels for ONNX Runtime, where a bundle brings one."""
+KERNELS_FILE = "plugins/libdspark_kernels.so"
+"""The kernels alone, for TensorRT's plugins, where a bundle brings them."""
 ITEM_BYTES = {"float32": 4, "int64": 8, "float16": 2, "bfloat16": 2}
 """Bytes of an element, by the names that states and weights give their types."""
 PACKED_NAME = "packed"
@@ -112,11 +114,13 @@ class Backend:
 
 @dataclass(frozen=True)
 class EngineFile:
-    """One compiled graph: `graph` is ``target`` (prefill and verify), ``draft`` or ``seed``; `batch` its fixed rows."""
+    """One compiled graph: `graph` is ``target`` (prefill and verify), ``draft`` or ``seed``; `batch` its fixed rows.
+    An engine of one `width` (`runtime.widths`) names its stage, as `runtime.sessions.device` does; 0 takes any."""
 
     graph: str
     batch: int
     file: str
+    width: int = 0
 
 
 @dataclass(frozen=True)

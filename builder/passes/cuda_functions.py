@@ -12,8 +12,9 @@ import onnx_ir as ir
 
 from builder.graphs.functions import CHAIN_CONSTANTS, chain_statements, parse_function
 from builder.graphs.ops import DOMAIN
-from builder.passes.cuda_ops import CHAIN_WEIGHTS, DRAFT_OPS, SIGNATURES
+from builder.passes.cuda_ops import DRAFT_OPS, SIGNATURES
 from builder.passes.cuda_state import STATE_BODIES
+from plugins.operators import CHAIN_WEIGHTS
 
 
 def _product(x: str, w: str, y: str, add: str = "") -> str:

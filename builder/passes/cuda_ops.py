@@ -1,4 +1,5 @@
-"""The operators of the CUDA lowering, domain ``dspark``: what each takes, gives and means.
+"""The operators of the CUDA lowering, domain ``dspark``: what each means. `plugins.operators` has their types and
+shapes.
 
 T is the precision of activations, state and matrices: float32, float16 or bfloat16. Sums are float32, and a result is
 rounded to T once. b is the batch, h and kv_heads the heads, d their size; integers are int64. State is whole,
@@ -30,6 +31,7 @@ no other row.
 from __future__ import annotations
 
 from builder.graphs.ops import CHAIN_OPS
+from plugins.operators import OPERATORS
 
 Signature = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]
 
@@ -37,50 +39,12 @@ DRAFT_OPS = dict(zip(CHAIN_OPS.values(), ("DraftPlain", "DraftMarkov", "DraftGat
 """The exported chain to the operator that the CUDA lowering puts in its place; with a confidence head a ``C``
 follows."""
 
-CHAIN_WEIGHTS: dict[str, tuple[str, ...]] = {
-    "DraftPlain": (),
-    "DraftMarkov": ("w1", "w2"),
-    "DraftGated": ("w1", "w2", "proj_w", "proj_b"),
-    "DraftRnn": ("w1", "w2", "proj_w", "proj_b"),
-}
-"""Of each chain, the weights: of type T, as ``hidden`` is."""
-
-_CHAIN = ("base", "hidden", "bonus", "temperature", "uniforms", "noise")
-_NORMS = ("q_norm", "k_norm")
-_TABLES = ("cos", "sin")
-
 SIGNATURES: dict[str, Signature] = {
-    "SlotRead": (("state", "slot", "row"), ("rows",), ()),
-    "SlotWrite": (("state", "rows", "start", "count", "slot"), ("state_out",), ()),
-    "ContextWrite": (
-        ("kv", "k_norm", *_TABLES, "start", "count", "slot", "ring_k", "ring_v"),
-        ("ring_k_out", "ring_v_out"),
-        ("epsilon",),
-    ),
-    "BlockAttention": (
-        ("qkv", *_NORMS, *_TABLES, "ring_k", "ring_v", "start", "valid_len", "slot"),
-        ("out",),
-        ("epsilon", "num_heads"),
-    ),
-    "CausalAttention": (
-        ("qkv", *_TABLES, "k_cache", "v_cache", "start", "slot"),
-        ("out", "k_cache_out", "v_cache_out"),
-        ("num_heads",),
-    ),
-    "NormedCausalAttention": (
-        ("qkv", *_NORMS, *_TABLES, "k_cache", "v_cache", "start", "slot"),
-        ("out", "k_cache_out", "v_cache_out"),
-        ("epsilon", "num_heads"),
-    ),
-    "Linear": (("x", "w"), ("y",), ()),
-    "LinearFloat": (("x", "w"), ("y",), ()),
-    "LinearAdd": (("x", "w", "residual"), ("y",), ()),
-    "NormLinear": (("x", "gamma", "w"), ("y",), ("epsilon",)),
-    "NormSwiGLU": (("x", "gamma", "w"), ("y",), ("epsilon",)),
-    **{op: ((*_CHAIN, *weights), ("ids", "q"), ("sample",)) for op, weights in CHAIN_WEIGHTS.items()},
-    **{
-        f"{op}C": ((*_CHAIN, *weights, "conf_w", "conf_b"), ("ids", "q", "confidence"), ("sample",))
-        for op, weights in CHAIN_WEIGHTS.items()
-    },
+    name: (
+        tuple(tensor.name for tensor in operator.inputs),
+        tuple(tensor.name for tensor in operator.outputs),
+        tuple(operator.attributes),
+    )
+    for name, operator in OPERATORS.items()
 }
 """Operator type to the names of its inputs, outputs and attributes."""
