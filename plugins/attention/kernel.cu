@@ -1,5 +1,6 @@
 #include "attention/kernel.h"
 
+#include <algorithm>
 #include <climits>
 #include <cmath>
 
@@ -8,26 +9,30 @@
 namespace dspark {
 namespace {
 
-// How a call is cut up. Splits follow from the state's size alone; how many thread blocks share them, from the device.
+// How a call is cut up. In float32 the splits follow from the state's size alone, so that a row gets the same bits in any
+// company. In 16 bits, where products don't keep that promise either, a thread block gets as long a split as the device
+// stays busy with: merging splits costs about as much as reading 64 rows.
 struct Plan {
   int64_t queries, query_tiles, split, state_splits, splits, sharing;
 
-  Plan(int64_t batch, int64_t width, int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t rows, bool ring) {
+  Plan(int64_t batch, int64_t width, int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t rows, bool ring,
+       bool exact) {
     const int64_t all = width * (heads / kv_heads);
     queries = all > 16 && head_dim <= 128 ? 32 : 16;
     query_tiles = ceil_div(all, queries);
-    // At most 128 splits, so that parts of a very long cache still fit into memory.
-    split = 128;
-    while (ceil_div(rows, split) > 128) split += 64;
-    state_splits = ceil_div(rows, split);
-    splits = state_splits + (ring ? ceil_div(width, split) : 0);
-    // Three thread blocks a multiprocessor keep its memory busy. What has two without sharing needs no parts.
     int device = 0, processors = 0;
     cudaGetDevice(&device);
     cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-    const int64_t blocks = batch * kv_heads * query_tiles;
-    sharing = blocks >= 2 * processors ? 1 : ceil_div(int64_t{3} * processors, blocks);
-    if (sharing > splits) sharing = splits;
+    const int64_t blocks = batch * kv_heads * query_tiles, wave = int64_t{2} * processors;
+    // At most 128 splits, so that parts of a very long cache still fit into memory.
+    split = 128;
+    while (ceil_div(rows, split) > (exact ? 128 : std::max<int64_t>(1, wave / blocks))) split += 64;
+    state_splits = ceil_div(rows, split);
+    splits = state_splits + (ring ? ceil_div(width, split) : 0);
+    // Three thread blocks a multiprocessor keep its memory busy. What has two without sharing needs no parts.
+    sharing = blocks >= wave ? 1 : ceil_div(int64_t{3} * processors, blocks);
+    // In one wave: whoever has the first split goes on with the block's own rows.
+    sharing = std::min(sharing, exact ? splits : state_splits);
   }
 
   int64_t part_rows(int64_t batch, int64_t width, int64_t heads) const {
@@ -72,7 +77,7 @@ int launch_for(const AttentionArgs<T>& a, const Plan& plan, cudaStream_t stream)
 
 template <typename T>
 int launch(AttentionArgs<T>& a, void* workspace, cudaStream_t stream) {
-  const Plan plan(a.batch, a.width, a.heads, a.kv_heads, a.head_dim, a.rows, a.ring());
+  const Plan plan(a.batch, a.width, a.heads, a.kv_heads, a.head_dim, a.rows, a.ring(), sizeof(T) == 4);
   a.split = static_cast<int>(plan.split);
   a.state_splits = static_cast<int>(plan.state_splits);
   a.splits = static_cast<int>(plan.splits);
@@ -97,7 +102,8 @@ using namespace dspark;
 extern "C" int64_t dspark_attention_workspace(int64_t batch, int64_t width, int64_t heads, int64_t kv_heads,
                                               int64_t head_dim, int64_t rows, int64_t ring) {
   if (!valid(batch, width, heads, kv_heads, head_dim, rows)) return -1;
-  const Plan plan(batch, width, heads, kv_heads, head_dim, rows, ring != 0);
+  // Of float32, which takes most: it has the most splits.
+  const Plan plan(batch, width, heads, kv_heads, head_dim, rows, ring != 0, true);
   return plan.part_rows(batch, width, heads) * static_cast<int64_t>(sizeof(float2) + head_dim * sizeof(float));
 }
 

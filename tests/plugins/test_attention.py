@@ -244,7 +244,8 @@ def test_a_row_gets_the_same_bits_in_any_company(
     ring: bool,
     dtype: torch.dtype,
 ) -> None:
-    """Of a batch that fills the device, each row alone; causal rows also without those after them."""
+    """In float32 each row of a batch that fills the device alone, causal rows also without those after them; in 16 bits,
+    where splits follow from the batch, wherever in the batch it is."""
     start = [0, 1, 64, 500, 700, 2000] * 24
     valid_len = [0, 1, 64, 400, 640, 640] * 24 if ring else None
     case = make(generator, dtype, head_dim, heads, kv_heads, 640 if ring else 2100, start, 8, valid_len=valid_len)
@@ -254,9 +255,10 @@ def test_a_row_gets_the_same_bits_in_any_company(
         case.qkv[6 * repeat : 6 * repeat + 6] = case.qkv[:6]
     together = run(kernels, case.rows(torch.arange(len(start), device="cuda")))
     for b in range(6):
-        alone = run(kernels, case.rows(ints(b)))
-        assert torch.equal(alone, together[b : b + 1])
-        assert torch.equal(alone, together[138 + b : 139 + b])
+        assert torch.equal(together[b], together[138 + b])
+        if dtype is not torch.float32:
+            continue
+        assert torch.equal(run(kernels, case.rows(ints(b))), together[b : b + 1])
         for width in () if ring else (1, 3):
             assert torch.equal(run(kernels, case.rows(ints(b), width)), together[b : b + 1, :width])
 

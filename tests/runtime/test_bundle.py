@@ -98,7 +98,7 @@ def test_manifest_truncated_or_binary(make_bundle: MakeBundle) -> None:
     refused(path, "manifest.json: is damaged: no ASCII text at byte 0", remedy)
     where.write_bytes(b"")
     refused(path, "manifest.json: is not valid JSON", remedy)
-    where.write_text(text.replace('"format": 2,', '"format": 2, "other": 1,'))
+    where.write_text(text.replace('"format": 3,', '"format": 3, "other": 1,'))
     refused(path, "key 'other' is unknown", remedy)
 
 
@@ -128,8 +128,8 @@ def test_no_bundle(tmp_path: Path) -> None:
 
 
 def test_built_by_another_version(make_bundle: MakeBundle) -> None:
-    path = make_bundle(format=3)
-    refused(path, "was built by another version; expected format 2; found format 3. Rebuild the bundle")
+    path = make_bundle(format=4)
+    refused(path, "was built by another version; expected format 3; found format 4. Rebuild the bundle")
 
 
 def test_identity_must_fit(make_bundle: MakeBundle, manifest: Manifest) -> None:

@@ -63,7 +63,7 @@ def changed(manifest: Manifest, path: str, value: object) -> str:
         ("engines", [{"graph": "draft"}], "key 'engines[0].batch' is missing"),
         ("files", {"a": {"size": "1", "sha256": "0"}}, "key 'files.a.size' is ill-typed"),
         ("extra", 1, "key 'extra' is unknown"),
-        ("format", 99, "was built by another version; expected format 2; found format 99. Rebuild"),
+        ("format", 99, "was built by another version; expected format 3; found format 99. Rebuild"),
         ("format", ..., "has no format version"),
         ("format", True, "has no format version"),
     ],
@@ -88,7 +88,7 @@ def test_the_remedy_is_one_that_the_builder_takes(manifest: Manifest) -> None:
     for text, remedy in (
         ("", "Remove the directory and build again"),
         (changed(manifest, "limits", ...), "Remove the directory and build again"),
-        (changed(manifest, "format", 3), "Rebuild the bundle with dspark-build build --overwrite"),
+        (changed(manifest, "format", 4), "Rebuild the bundle with dspark-build build --overwrite"),
         ('{"format": 3}', "Remove the directory and build again"),
     ):
         with pytest.raises(BundleError) as caught:
@@ -98,7 +98,7 @@ def test_the_remedy_is_one_that_the_builder_takes(manifest: Manifest) -> None:
 
 def test_any_other_spelling_of_the_same_facts_was_not_written_by_us(manifest: Manifest) -> None:
     text = dumps(manifest)
-    for other in (text + " ", text.replace("  ", "\t"), text.replace('"format": 2,', '"format": 2, "format": 2,')):
+    for other in (text + " ", text.replace("  ", "\t"), text.replace('"format": 3,', '"format": 3, "format": 3,')):
         with pytest.raises(BundleError, match="was altered after the build"):
             loads(other)
 
