@@ -98,7 +98,7 @@ def test_one_width_gives_the_same_bits(tiny_bundle: Bundle, pair: str, plugins: 
     with opened(bundle, plugins, fixed_width=True) as engine:
         plain, speculative = (serve(engine, pair, speculate) for speculate in (False, True))
     assert [result.token_ids for result in plain] == [result.token_ids for result in speculative]
-    assert sum(sum(result.stats.accepted) for result in speculative) > 60
+    assert sum(sum(result.stats.accepted) for result in speculative) > 40
 
 
 @pytest.mark.parametrize("precision", ["bf16", "f16"])

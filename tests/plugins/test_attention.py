@@ -244,7 +244,7 @@ def test_a_row_gets_the_same_bits_in_any_company(
     ring: bool,
     dtype: torch.dtype,
 ) -> None:
-    """In float32 each row of a batch that fills the device alone, causal rows also without those after them; in 16 bits,
+    """In float32 each row of a batch that fills the device alone, causal rows without those after them too. In 16 bits,
     where splits follow from the batch, wherever in the batch it is."""
     start = [0, 1, 64, 500, 700, 2000] * 24
     valid_len = [0, 1, 64, 400, 640, 640] * 24 if ring else None
