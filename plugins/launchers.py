@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,9 +112,7 @@ _MODES = {"Linear": 0, "NormLinear": 0, "LinearFloat": 1, "LinearAdd": 2, "NormS
 
 def _linear_sizes(operator: Operator, s: Shapes) -> list[int]:
     """rows, inputs, outputs, mode."""
-    rows = 1
-    for size in s["x"][:-1]:
-        rows *= size
+    rows = math.prod(s["x"][:-1])
     outputs, inputs = s["w"]
     mode = _MODES[operator.name]
     return [rows, inputs, outputs // 2 if operator.name == "NormSwiGLU" else outputs, mode]
@@ -155,6 +154,11 @@ def _context_write(call: Call) -> tuple[str, list[Any]]:
     return "context_write", [*_pointers(call, *names), *_numbers(*sizes), _F32(call.attributes["epsilon"])]
 
 
+def _best_token(call: Call) -> tuple[str, list[Any]]:
+    *rows, vocab = call.shapes["logits"]
+    return "best_token", [*_pointers(call, "logits", "best_ids", "best"), *_numbers(math.prod(rows), vocab)]
+
+
 def _attention(call: Call) -> tuple[str, list[Any]]:
     ring = "ring_k" in call.shapes
     state = ("ring_k", "ring_v", "start", "valid_len", "slot") if ring else ("k_cache", "v_cache", "start", "slot")
@@ -194,6 +198,7 @@ _LAUNCHES: Mapping[str, Callable[[Call], tuple[str, list[Any]]]] = {
     "SlotRead": _slot_read,
     "SlotWrite": _slot_write,
     "ContextWrite": _context_write,
+    "BestToken": _best_token,
     "BlockAttention": _attention,
     "CausalAttention": _attention,
     "Linear": _linear,

@@ -54,7 +54,7 @@ class Operator:
 
 
 _INTEGERS = frozenset({"start", "slot", "count", "valid_len", "bonus", "row"})
-_FLOATS = frozenset({"cos", "sin", "base", "temperature", "uniforms", "noise", "conf_w", "conf_b"})
+_FLOATS = frozenset({"logits", "cos", "sin", "base", "temperature", "uniforms", "noise", "conf_w", "conf_b"})
 
 
 def _kind(name: str) -> Kind:
@@ -134,6 +134,14 @@ OPERATORS: Mapping[str, Operator] = {
             (_attended("k_cache"), _state("k_cache"), _state("v_cache")),
             epsilon=float,
             num_heads=int,
+        ),
+        _operator(
+            "BestToken",
+            "logits",
+            (
+                Output("best_ids", "I64", lambda s, _: s["logits"][:-1]),
+                Output("best", "F32", lambda s, _: s["logits"][:-1]),
+            ),
         ),
         _operator("Linear", "x w", (_product(),)),
         _operator("LinearFloat", "x w", (_product("F32"),)),

@@ -137,11 +137,11 @@ def _classes(trt: Any) -> tuple[type, type]:
             self.kernels.launch(Call(self.operator, shapes, at, self.attributes, dtype, workspace, stream))
 
         def _precision(self, types: Sequence[Any]) -> Any:
-            """T: the type of the first input that has it."""
+            """T: the type of the first input that has it; any for an operator without."""
             for tensor, dtype in zip(self.operator.inputs, types, strict=False):
                 if tensor.kind == "T":
                     return dtype
-            return None
+            return trt.DataType.FLOAT
 
         def _named(self, shapes: Sequence[Shape]) -> dict[str, Shape]:
             return {tensor.name: shape for tensor, shape in zip(self.operator.inputs, shapes, strict=True)}

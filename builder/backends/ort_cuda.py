@@ -14,7 +14,7 @@ import onnx_ir as ir
 
 from builder.export import Graph, state_names
 from builder.passes.base import KeepOutputs, apply
-from builder.passes.cuda import DTYPES, AttachBodies, BestLogit, SizeState, TapsInSlots, WeightsToInputs, cache_rows
+from builder.passes.cuda import DTYPES, AttachBodies, FuseBestToken, SizeState, TapsInSlots, WeightsToInputs, cache_rows
 from builder.passes.cuda_fusion import FuseAttention, FuseChain, FuseContextWrites, FuseLinear
 from builder.passes.fusion import FuseMatMul
 from builder.passes.precision import ACTIVATIONS, SetPrecision, taps_dtype
@@ -67,7 +67,7 @@ class OrtCuda:
                 TapsInSlots(limits),
                 FuseChain(sample),
                 FuseLinear(),
-                BestLogit(),
+                FuseBestToken(),
                 WeightsToInputs(weights),
                 SetPrecision(self.precision),
                 AttachBodies(),

@@ -101,20 +101,23 @@ class TapsInSlots(GraphPass):
         return ir.Value(name="taps", shape=ir.Shape(["slots", self.limits.tap_rows, width]), type=rows.type)
 
 
-class BestLogit(GraphPass):
-    """Requires: an output ``logits``, if at all. Ensures: an output ``best`` has each row's greatest, so that a row can
-    be seen to be finite without its logits leaving the device."""
+class FuseBestToken(GraphPass):
+    """Requires: outputs ``argmax`` and ``logits``, if at all, the one made of the other by ArgMax.
+
+    Ensures: BestToken gives ``argmax`` and an output ``best``, each row's greatest logit, so that a row can be seen to
+    be finite without its logits leaving the device.
+    """
 
     def run(self, model: ir.Model) -> None:
         graph = model.graph
-        logits = next((value for value in graph.outputs if value.name == "logits"), None)
-        if logits is None or logits.shape is None:
+        argmax = next((value for value in graph.outputs if value.name == "argmax"), None)
+        if argmax is None:
             return
-        tape = ir.tape.Tape()
-        best = tape.op("ReduceMax", [logits, constant(graph, "last_axis", [-1])], {"keepdims": 0})
-        best.name, best.shape, best.type = "best", ir.Shape(logits.shape[:2]), logits.type
-        graph.insert_after(made_by(logits, "LinearFloat"), tape.nodes)
+        node = made_by(argmax, "ArgMax")
+        best = ir.Value(name="best", shape=argmax.shape, type=ir.TensorType(ir.DataType.FLOAT))
         graph.outputs.insert(1, best)
+        replace_node(graph, node, "BestToken", [node.inputs[0]], [argmax, best])
+        remove_unused(graph)
 
 
 class WeightsToInputs(GraphPass):

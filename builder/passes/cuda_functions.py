@@ -35,6 +35,11 @@ _NORMED = "normed = RMSNormalization <axis = -1, epsilon: float = @epsilon> (x, 
 
 _BODIES = {
     **STATE_BODIES,
+    "BestToken": """
+  last_axis = Constant <value = int64[1] {-1}> ()
+  best_ids = ArgMax <axis = -1, keepdims = 0> (logits)
+  best = ReduceMax <keepdims = 0> (logits, last_axis)
+""",
     "Linear": _product("x", "w", "y"),
     # In T a logit of 20 would be known to 0.1 only.
     "LinearFloat": f"x_f = Cast <to = 1> (x)  w_f = Cast <to = 1> (w) {_product('x_f', 'w_f', 'y')}",

@@ -18,6 +18,8 @@ no other row.
 - ``CausalAttention(qkv [b, w, …], cos, sin, k_cache, v_cache [slots+1, kv_heads, S, d], start, slot)``: RoPE, K and V
   into rows ``start …`` (those past S are dropped), then row j attends to cache rows up to ``start+j``: ``[b, w, h·d]``
   and the caches. ``NormedCausalAttention`` norms q and k first.
+- ``BestToken(logits [b, h, V] float32)``: of each row the token with the greatest logit (the first of equals) and that
+  logit, ``[b, h]``.
 - ``Linear(x [b, w, K], w [N, K])``: ``x wᵀ`` of type T; ``LinearFloat``: the same in float32; ``LinearAdd``: plus a
   residual; ``NormLinear``: of x RMS-normed by ``gamma``; ``NormSwiGLU``: ``silu(g)·u``, where g and u are the halves of
   NormLinear.

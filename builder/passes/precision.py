@@ -13,7 +13,7 @@ ACTIVATIONS = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 
 _FLOATS = frozenset(DTYPES.values())
 # What an operator gives where that isn't the type of its first input.
-_FLOAT32_RESULTS = ("LinearFloat", "Draft")
+_FLOAT32_RESULTS = ("LinearFloat", "Draft", "BestToken")
 
 
 def taps_dtype(precision: str) -> str:

@@ -30,9 +30,9 @@ struct Plan {
     state_splits = ceil_div(rows, split);
     splits = state_splits + (ring ? ceil_div(width, split) : 0);
     // Three thread blocks a multiprocessor keep its memory busy. What has two without sharing needs no parts.
-    sharing = blocks >= wave ? 1 : ceil_div(int64_t{3} * processors, blocks);
-    // In one wave: whoever has the first split goes on with the block's own rows.
-    sharing = std::min(sharing, exact ? splits : state_splits);
+    sharing = blocks >= wave ? 1 : std::min(ceil_div(int64_t{3} * processors, blocks), splits);
+    // Rather than begin a second wave, whoever has the first split goes on with the block's own rows.
+    if (!exact && sharing * blocks > wave) sharing = std::min(sharing, state_splits);
   }
 
   int64_t part_rows(int64_t batch, int64_t width, int64_t heads) const {

@@ -206,4 +206,11 @@ void register_op(Ort::CustomOpDomain& domain) {
   for (const CustomOp<Op>& op : precisions) domain.Add(&op);
 }
 
+// Of an operator without a T.
+template <typename Op>
+void register_plain_op(Ort::CustomOpDomain& domain) {
+  static const CustomOp<Op> only(0);
+  domain.Add(&only);
+}
+
 }  // namespace dspark

@@ -4,6 +4,7 @@ from what another token does to those after it."""
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,8 @@ class ForcedCase:
         self.block, self.vocab = drafter.spec.block_size, drafter.spec.vocab_size
         embeddings = self.trace["embeddings_file"]
         target = random_target(drafter.spec, directory / embeddings if embeddings else None)
-        chunk = max(self.trace["prompt_chunks"])
-        limits = Limits((1,), 1, self.trace["context_window"] or 64, 96, self.block, chunk)
+        window = self.trace["context_window"] or 64
+        limits = Limits((1,), 1, window, 96, self.block, min(max(self.trace["prompt_chunks"]), window))
         index = write_weights(dest, target, drafter, limits, precision)
         backend, specs = OrtCuda(precision), (target.spec, drafter.spec)
         graphs = exported_drafter(*specs, limits)
@@ -62,8 +63,10 @@ class ForcedCase:
         self.session._memory.write(self.session._state[-1].address, values)
 
     def _seed(self) -> None:
-        at = self.trace["context_first"]
-        for count in self.trace["prompt_chunks"]:
+        """In pieces that the ring holds: kernels write no row twice."""
+        at, end = self.trace["context_first"], self.trace["context_first"] + sum(self.trace["prompt_chunks"])
+        while at < end:
+            count = min(end - at, self.session.limits.prefill_chunk)
             self._put_taps(self.tensors["taps"][at : at + count])
             self.session.seed(SeedRows(np.array([at]), np.array([count]), np.array([0])))
             at += count
@@ -72,12 +75,13 @@ class ForcedCase:
         return len(self.trace["rounds"])
 
     def worst(self, r: int) -> dict[str, float]:
-        """Greatest difference of a round's corrected logits, as log-probabilities, and of its confidence logits."""
+        """Greatest difference of a round's corrected logits (as log-probabilities), of the probabilities that they
+        make, and of the confidences, as probabilities."""
         at = self.trace["rounds"][r]
         count = self.trace["rounds"][r - 1]["accepted"] + 1 if r else 0
         self._put_taps(self.tensors["taps"][at["start"] - count : at["start"]])
         tokens, corrected = self.tensors["draft_tokens"][r], self.tensors["corrected_logits"][r].astype(np.float64)
-        found = {"logits": 0.0, "confidence": 0.0}
+        found = {"logits": 0.0, "probabilities": 0.0, "confidence": 0.0}
         for j in range(self.block):
             noise = np.zeros((1, self.block, self.vocab), np.float32)
             noise[0, np.arange(j), tokens[:j]] = FORCED
@@ -96,9 +100,14 @@ class ForcedCase:
             assert out.q is not None
             assert out.ids[0, :j].tolist() == tokens[:j].tolist()
             wanted = corrected[j] - np.log(np.exp(corrected[j] - corrected[j].max()).sum()) - corrected[j].max()
-            gap = float(np.abs(np.log(np.asarray(out.q[0][j], np.float64)) - wanted).max())
-            found["logits"] = max(found["logits"], gap)
+            q = np.asarray(out.q[0][j], np.float64)
+            gaps = {"logits": np.abs(np.log(q) - wanted).max(), "probabilities": np.abs(q - np.exp(wanted)).max()}
             if out.confidence_logits is not None:
-                gap = abs(float(out.confidence_logits[0, j] - self.tensors["confidence_logits"][r][j]))
-                found["confidence"] = max(found["confidence"], gap)
+                reference = self.tensors["confidence_logits"][r][j]
+                gaps["confidence"] = abs(_sigmoid(out.confidence_logits[0, j]) - _sigmoid(reference))
+            found = {name: max(value, float(gaps.get(name, 0.0))) for name, value in found.items()}
         return found
+
+
+def _sigmoid(x: Any) -> float:
+    return 1 / (1 + math.exp(-float(x)))

@@ -229,8 +229,8 @@ def test_types_node_by_node(name: str, precision: str, tmp_path: Path) -> None:
                 tables = [types[name] for name in node.input if name.endswith((".cos", ".sin"))]
                 assert tables == [FLOAT, FLOAT]
                 assert sorted([*floats, *results]) == sorted(tables + [own] * (len(floats) + len(results) - 2))
-            elif node.op_type in ("ReduceMax", "ArgMax"):
-                assert floats == [FLOAT]
+            elif node.op_type == "BestToken":
+                assert (results[1:], floats) == ([FLOAT], [FLOAT])
             elif node.op_type == "Cast":
                 assert precision == "f16"
                 assert {floats[0], results[0]} == {own, taps}
@@ -249,7 +249,7 @@ def test_what_is_left_of_each_graph(tmp_path: Path) -> None:
     lowered = {name: OrtCuda().lower(graph, index, limits) for name, graph in graphs.items()}
     nodes = {name: [node.op_type for node in model.graph] for name, model in lowered.items()}
     target_layer = ["NormLinear", "NormedCausalAttention", "LinearAdd", "NormSwiGLU", "LinearAdd"]
-    head = ["Concat", "Unsqueeze", "Expand", "GatherElements", "RMSNormalization", "LinearFloat", "ReduceMax", "ArgMax"]
+    head = ["Concat", "Unsqueeze", "Expand", "GatherElements", "RMSNormalization", "LinearFloat", "BestToken"]
     assert nodes["target"] == ["Gather", *target_layer * target.spec.num_layers, *head, "SlotWrite"]
     layers = drafter.spec.num_layers
     context = ["SlotRead", "Linear", "RMSNormalization", *["Linear", "ContextWrite"] * layers]
@@ -292,5 +292,5 @@ def test_a_target_with_every_bias_and_one_tap() -> None:
     onnx.checker.check_model(ir.serde.serialize_model(model), full_check=True)
     gated = ["NormLinear", "Add", "Split", "Sigmoid", "Mul", "Mul"]
     layer = ["NormLinear", "Add", "NormedCausalAttention", "Linear", "Add", "Add", *gated, "Linear", "Add", "Add"]
-    head = ["Unsqueeze", "Expand", "GatherElements", "RMSNormalization", "LinearFloat", "ReduceMax", "ArgMax"]
+    head = ["Unsqueeze", "Expand", "GatherElements", "RMSNormalization", "LinearFloat", "BestToken"]
     assert [node.op_type for node in model.graph] == ["Gather", *layer * 2, *head, "SlotWrite"]
