@@ -28,6 +28,7 @@ from runtime.manifest import (
     REPORT_NAME,
     TOKENIZER_CONFIG_FILE,
     TOKENIZER_FILE,
+    WEIGHTS_NAME,
     Manifest,
     Memory,
     Models,
@@ -68,7 +69,7 @@ _PRECISION_BYTES = {"f32": 4, "f16": 2, "bf16": 2}  # of most weights
 @dataclass(frozen=True)
 class BuildOptions:
     """What to build from what. `profile` already holds the command line's overrides; `plugins` is a library of kernels
-    that the bundle takes along."""
+    that the bundle takes along. With `no_weights` the bundle travels without ``weights.bin``, for `builder.fill`."""
 
     target: Path
     drafter: Path
@@ -76,6 +77,7 @@ class BuildOptions:
     profile: Profile = field(default_factory=Profile)
     overwrite: bool = False
     plugins: Path | None = None
+    no_weights: bool = False
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,8 @@ class Progress(Protocol):
 
 @dataclass(frozen=True)
 class BuildReport:
-    """What was built. Times in seconds, memory in bytes (`peak_memory` is that of the whole process)."""
+    """What was built. Times in seconds, memory in bytes (`peak_memory` is that of the whole process). Files
+    `left_out` belong to the bundle and aren't there yet."""
 
     out: Path
     manifest: Manifest
@@ -110,6 +113,7 @@ class BuildReport:
     total_seconds: float
     peak_memory: int
     bundle_bytes: int
+    left_out: tuple[str, ...] = ()
 
 
 class _Clock:
@@ -183,6 +187,8 @@ def build(options: BuildOptions, progress: Progress) -> BuildReport:
         manifest = _fill(staging.directory, target, drafter, options, plan, backend, state, clock)
         report = _report(options, manifest, plan.warnings, clock)
         _write_json(staging.directory / REPORT_NAME, _report_json(report))
+        if options.no_weights:
+            (staging.directory / WEIGHTS_NAME).unlink()
         with clock.stage("swap in"):
             staging.commit()
     return _report(options, manifest, plan.warnings, clock)
@@ -295,9 +301,10 @@ def _write_json(path: Path, data: Mapping[str, object]) -> None:
 
 
 def _report(options: BuildOptions, manifest: Manifest, warnings: tuple[str, ...], clock: _Clock) -> BuildReport:
-    size = sum(entry.size for entry in manifest.files.values())
+    left_out = (WEIGHTS_NAME,) if options.no_weights else ()
+    size = sum(entry.size for name, entry in manifest.files.items() if name not in left_out)
     out = options.out.absolute()
-    return BuildReport(out, manifest, warnings, dict(clock.seconds), clock.total, _peak_memory(), size)
+    return BuildReport(out, manifest, warnings, dict(clock.seconds), clock.total, _peak_memory(), size, left_out)
 
 
 def _report_json(report: BuildReport) -> dict[str, object]:

@@ -14,7 +14,7 @@ from builder.progress import reporter
 from runtime.__main__ import doctor_command, inspect_command, validate_command
 from runtime.console import terminable
 from runtime.machine import human_bytes
-from runtime.manifest import TOKENIZER_FILE
+from runtime.manifest import TOKENIZER_FILE, WEIGHTS_NAME
 from runtime.version import DISTRIBUTION, VERSION
 
 _DIRECTORY = click.Path(path_type=Path)
@@ -57,6 +57,7 @@ def group() -> None:
     metavar="LIB",
     help="Kernels that an ort-cuda bundle takes along: libdspark_ort.so, built from plugins/.",
 )
+@click.option("--no-weights", is_flag=True, help="Leave weights.bin out: the weights command fills it where it serves.")
 @click.option("--overwrite", is_flag=True, help="Replace the bundle at --out, once the new one is complete.")
 def build_command(
     target: Path,
@@ -69,6 +70,7 @@ def build_command(
     precision: str | None,
     backend: str | None,
     plugins: Path | None,
+    no_weights: bool,
     overwrite: bool,
 ) -> None:
     """Build a bundle from a target and its DSpark drafter."""
@@ -81,9 +83,23 @@ def build_command(
         backend=backend,
     )
     with terminable(), reporter() as progress:
-        report = build(BuildOptions(target, drafter, out, chosen, overwrite, plugins), progress)
+        report = build(BuildOptions(target, drafter, out, chosen, overwrite, plugins, no_weights), progress)
     for line in summary(report):
         click.echo(line)
+
+
+@group.command("weights")
+@click.argument("directory", type=_DIRECTORY, metavar="DIR")
+@click.option("--target", required=True, type=_DIRECTORY, help="The target checkpoint of the build.")
+@click.option("--drafter", required=True, type=_DIRECTORY, help="The drafter checkpoint of the build.")
+def weights_command(directory: Path, target: Path, drafter: Path) -> None:
+    """Write the weights of a bundle that travelled without them (build --no-weights)."""
+    from builder.fill import fill
+
+    with terminable():
+        filled = fill(directory, target, drafter)
+    verb = "written" if filled.written else "there already"
+    click.echo(f"weights   {filled.path}: {human_bytes(filled.size)}, {verb}")
 
 
 @group.command("inspect")
@@ -135,6 +151,8 @@ def _next(report: BuildReport) -> list[str]:
     here = Path.cwd()
     paths = [Path(sys.executable), report.out]
     python, out = (shlex.quote(str(p.relative_to(here) if p.is_relative_to(here) else p)) for p in paths)
+    if WEIGHTS_NAME in report.left_out:
+        return [f"next      dspark-build weights {out} --target TARGET --drafter DRAFTER, where it will serve"]
     # Chat needs text.
     commands = ["validate", "chat"] if TOKENIZER_FILE in report.manifest.files else ["validate"]
     return [f"{'' if i else 'next':<10}{python} -m runtime {name} {out}" for i, name in enumerate(commands)]

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from builder.graphs.drafter import Draft, Seed
 from builder.graphs.functions import OPSET, function
-from builder.graphs.layers import rope_tables
 from builder.graphs.ops import DOMAIN, TRANSLATIONS
 from builder.graphs.target import Target
 from builder.spec import DrafterSpec, TargetSpec
@@ -49,10 +48,15 @@ def modules(target: TargetSpec, drafter: DrafterSpec, limits: Limits) -> dict[st
     positions = limits.max_seq_len + limits.block_size
     with torch.device("meta"):
         return {
-            "target": Target(target, drafter.taps, rope_tables(target.rope, target.head_dim, positions)).eval(),
-            "draft": Draft(drafter, rope_tables(drafter.rope, drafter.head_dim, positions)).eval(),
-            "seed": Seed(drafter, rope_tables(drafter.rope, drafter.head_dim, positions)).eval(),
+            "target": Target(target, drafter.taps, _tables(target.head_dim, positions)).eval(),
+            "draft": Draft(drafter, _tables(drafter.head_dim, positions)).eval(),
+            "seed": Seed(drafter, _tables(drafter.head_dim, positions)).eval(),
         }
+
+
+def _tables(head_dim: int, positions: int) -> tuple[Tensor, Tensor]:
+    """Shapes of `builder.rope_tables`."""
+    return torch.empty(positions, head_dim // 2), torch.empty(positions, head_dim // 2)
 
 
 def state_names(target: TargetSpec, drafter: DrafterSpec) -> dict[str, tuple[str, ...]]:

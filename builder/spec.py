@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-if TYPE_CHECKING:
-    import torch
+import numpy as np
+from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,9 @@ class TensorSource(Protocol):
 
     def shape(self, name: str) -> tuple[int, ...]: ...
 
-    def read(self, name: str) -> torch.Tensor:
-        """The tensor in its source's float type; memory-mapped where the file allows it. Raises CheckpointError."""
+    def read(self, name: str) -> NDArray[np.float32]:
+        """The tensor in float32: where the file has it so, a read-only view of the mapped file. Raises
+        CheckpointError."""
         ...
 
 

@@ -51,7 +51,7 @@ def reference_modules(
     nets = modules(target, drafter, limits)
     for name, net in nets.items():
         prefix = "target" if name == "target" else "drafter"
-        state = {key: weights.tensor(f"{prefix}.{key}") for key in net.state_dict()}
+        state = {key: torch.from_numpy(weights.array(f"{prefix}.{key}")) for key in net.state_dict()}
         net.load_state_dict(state, assign=True)
     return nets
 

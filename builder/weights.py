@@ -7,26 +7,27 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
 from builder.errors import CheckpointError
-from builder.graphs.layers import rope_tables
+from builder.rope_tables import rope_tables
 from builder.spec import DrafterCheckpoint, DrafterSpec, TargetCheckpoint, TargetSpec, TensorSource
-from runtime.manifest import Limits
+from runtime.manifest import ITEM_BYTES, WEIGHTS_NAME, Limits
 
-WEIGHTS_NAME = "weights.bin"
-TYPES: dict[str, torch.dtype] = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-"""Types that a weight can be stored in."""
+Float32 = NDArray[np.float32]
+
+# Of a type: the bits of infinity, and the greatest value below.
+_RANGES = {"float16": (0x7C00, 65504.0), "bfloat16": (0x7F80, 3.3895314e38)}
 # A page, for what is written as one stretch: a library can then map it in place.
 _ALIGN = 4096
 
 
 @dataclass(frozen=True)
 class Weight:
-    """Where a weight lies in the file, in C order, and in which of `TYPES`."""
+    """Where a weight lies in the file, in C order, and in which type of `runtime.manifest.ITEM_BYTES`."""
 
     offset: int
     shape: tuple[int, ...]
@@ -34,7 +35,7 @@ class Weight:
 
     @property
     def nbytes(self) -> int:
-        return TYPES[self.dtype].itemsize * int(np.prod(self.shape))
+        return ITEM_BYTES[self.dtype] * int(np.prod(self.shape))
 
 
 @dataclass(frozen=True)
@@ -45,13 +46,17 @@ class WeightIndex:
     weights: dict[str, Weight]
     bytes: int
 
-    def tensor(self, name: str) -> Tensor:
+    def array(self, name: str) -> Float32:
         """The weight in float32: where it is stored so, a view of the mapped file; writing to it does not change the
         file.
         """
         weight = self.weights[name]
         data = np.memmap(self.path, dtype=np.uint8, mode="c", offset=weight.offset, shape=(weight.nbytes,))
-        return torch.from_numpy(data).view(TYPES[weight.dtype]).view(*weight.shape).float()
+        if weight.dtype == "bfloat16":
+            wide = data.view("<u2").astype(np.uint32)
+            wide <<= 16
+            return wide.view(np.float32).reshape(weight.shape)
+        return data.view(weight.dtype).astype(np.float32, copy=False).reshape(weight.shape)
 
 
 def weight_dtype(name: str, precision: str) -> str:
@@ -93,7 +98,7 @@ def write_weights(
         positions = limits.max_seq_len + limits.block_size
         for model, spec in (("target", target.spec), ("drafter", drafter.spec)):
             for part, table in zip(("cos", "sin"), rope_tables(spec.rope, spec.head_dim, positions), strict=True):
-                weights[f"{model}.{part}"] = writer.add([(_Piece(model, part), partial(torch.clone, table))], "float32")
+                weights[f"{model}.{part}"] = writer.add([(_Piece(model, part), partial(np.asarray, table))], "float32")
     return WeightIndex(writer.path, weights, writer.end)
 
 
@@ -107,15 +112,13 @@ class _Writer:
         self._located: dict[tuple[_Piece, str], Weight] = {}
         self._by_digest: dict[bytes, Weight] = {}
 
-    def add(self, pieces: Sequence[tuple[_Piece, Callable[[], Tensor]]], dtype: str) -> Weight:
+    def add(self, pieces: Sequence[tuple[_Piece, Callable[[], Float32]]], dtype: str) -> Weight:
         """The place of the pieces as one stretch of that type: found if they already lie so, else written."""
         stretch = _stretch([self._located.get((piece, dtype)) for piece, _ in pieces])
         if stretch is not None:
             return stretch
-        tensors = [_checked(piece, read(), dtype) for piece, read in pieces]
-        shapes = [tuple(tensor.shape) for tensor in tensors]
-        # As bytes, since numpy has no bfloat16.
-        arrays = [tensor.reshape(-1).view(torch.uint8).numpy() for tensor in tensors]
+        arrays = [_stored(piece, read(), dtype) for piece, read in pieces]
+        shapes = [array.shape for array in arrays]
         digest = hashlib.sha256(repr((dtype, shapes)).encode())
         for array in arrays:
             digest.update(array.data)
@@ -135,31 +138,45 @@ class _Writer:
         return self._by_digest[key]
 
 
-def _checked(piece: _Piece, tensor: Tensor, dtype: str) -> Tensor:
-    """The tensor in that type, contiguous. Raises CheckpointError for values that aren't finite, or too large for
-    it.
+def _stored(piece: _Piece, values: Float32, dtype: str) -> NDArray[Any]:
+    """The values in that type, contiguous; bfloat16, which numpy lacks, as uint16. Raises CheckpointError for values
+    that aren't finite, or too large for it.
     """
     where = f"{piece.source} tensor {piece.tensor}"
-    tensor = tensor.to(torch.float32)
-    wrong = ~torch.isfinite(tensor)
-    if wrong.any():
+    wrong = np.count_nonzero(~np.isfinite(values))
+    if wrong:
         raise CheckpointError(
             where,
             "holds values that are not numbers",
             expected="finite values",
-            found=f"{int(wrong.sum())} of {tensor.numel()} NaN or infinite",
+            found=f"{wrong} of {values.size} NaN or infinite",
             remedy="Get the checkpoint again",
         )
-    stored = tensor.to(TYPES[dtype]).contiguous()
-    if dtype != "float32" and torch.isinf(stored).any():
+    if dtype == "float32":
+        return np.ascontiguousarray(values)
+    with np.errstate(over="ignore"):
+        stored = values.astype(np.float16) if dtype == "float16" else _bfloat16(values)
+    infinite, most = _RANGES[dtype]
+    if ((stored.view(np.uint16) & 0x7FFF) == infinite).any():
         raise CheckpointError(
             where,
             f"holds values that {dtype} has no room for",
-            expected=f"at most {torch.finfo(TYPES[dtype]).max:g}",
-            found=f"{float(tensor.abs().max()):g}",
+            expected=f"at most {most:g}",
+            found=f"{float(np.abs(values).max()):g}",
             remedy="Build with --precision bf16",
         )
-    return stored
+    return np.ascontiguousarray(stored)
+
+
+def _bfloat16(values: Float32) -> NDArray[np.uint16]:
+    """The upper halves, rounded to the nearest, of two equally near ones to the even."""
+    bits = np.ascontiguousarray(values).view(np.uint32)
+    rounded = bits >> 16
+    rounded &= 1
+    rounded += 0x7FFF
+    rounded += bits
+    rounded >>= 16
+    return rounded.astype(np.uint16)
 
 
 def weight_plan(target: TargetSpec, drafter: DrafterSpec) -> Iterator[tuple[str, list[_Piece]]]:

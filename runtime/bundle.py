@@ -22,6 +22,7 @@ from runtime.manifest import (
     REBUILD,
     REMOVE,
     TOKENIZER_FILE,
+    WEIGHTS_NAME,
     FileEntry,
     Manifest,
     identity_of,
@@ -30,6 +31,8 @@ from runtime.manifest import (
 )
 
 Check = Literal["full", "quick"]
+
+FILL = "Fill it: dspark-build weights DIR --target TARGET --drafter DRAFTER"
 
 _GRAPHS = ("target", "draft", "seed")
 _CUDA_GRAPHS = (*_GRAPHS, "draft_sampled")
@@ -57,11 +60,12 @@ class Bundle:
         return self.path / name
 
 
-def open_bundle(path: str | os.PathLike[str], check: Check = "full") -> Bundle:
+def open_bundle(path: str | os.PathLike[str], check: Check = "full", weights: bool = True) -> Bundle:
     """Read a bundle's manifest and check its files.
 
     ``full`` compares the sha256 of every file, ``quick`` only their sizes. Either way the manifest's own identity hash
-    is checked, and no file may lie outside the directory. Raises BundleError naming the file or key at fault.
+    is checked, and no file may lie outside the directory. With `weights` False the weights are
+    not looked at: a bundle can travel without. Raises BundleError naming the file or key at fault.
     """
     if check not in ("full", "quick"):
         raise BundleError(
@@ -75,7 +79,10 @@ def open_bundle(path: str | os.PathLike[str], check: Check = "full") -> Bundle:
     root = Path(os.path.abspath(name))
     manifest = _read_manifest(root)
     _check_consistency(manifest, root / MANIFEST_NAME)
-    paths = {name: _locate(root, name, entry) for name, entry in manifest.files.items()}
+    if weights and not os.path.lexists(root / WEIGHTS_NAME):
+        raise BundleError(root, "has no weights yet", expected=WEIGHTS_NAME, found="none", remedy=FILL)
+    files = {name: entry for name, entry in manifest.files.items() if weights or name != WEIGHTS_NAME}
+    paths = {name: _locate(root, name, entry) for name, entry in files.items()}
     if check == "full":
         _check_hashes(paths, manifest)
     return Bundle(root, manifest)
@@ -115,7 +122,7 @@ def _check_consistency(manifest: Manifest, where: Path) -> None:
     cuda = manifest.backend.name == "ort-cuda"
     wanted = [(graph, batch) for graph in (_CUDA_GRAPHS if cuda else _GRAPHS) for batch in batches]
     absent = [f"{graph} for batch {batch}" for graph, batch in wanted if (graph, batch) not in engines]
-    needed = ("weights.bin", *["weights.json"] * cuda, *(engine.file for engine in manifest.engines))
+    needed = (WEIGHTS_NAME, *["weights.json"] * cuda, *(engine.file for engine in manifest.engines))
     unlisted = [name for name in needed if name not in manifest.files]
     rules: tuple[tuple[str, bool, str, object], ...] = (
         ("limits.batches", ascending, "ascending numbers from 1", list(batches)),

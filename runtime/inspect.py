@@ -6,19 +6,20 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from runtime import machine
-from runtime.bundle import Check, check_machine, open_bundle
+from runtime.bundle import FILL, Check, check_machine, open_bundle
 from runtime.errors import DSparkError
 from runtime.machine import human_bytes
-from runtime.manifest import to_plain
+from runtime.manifest import WEIGHTS_NAME, to_plain
 
 
 def inspect(path: Path, check: Check = "quick") -> dict[str, object]:
     """The facts of the bundle at `path`, with stable keys. Raises BundleError."""
-    bundle = open_bundle(path, check)
+    filled = (Path(path) / WEIGHTS_NAME).exists()
+    bundle = open_bundle(path, check, weights=filled)
     manifest = bundle.manifest
     try:
         check_machine(bundle)
-        problem = None
+        problem = None if filled else f"its weights are not there. {FILL}"
     except DSparkError as error:
         problem = str(error)
     return {
@@ -28,6 +29,7 @@ def inspect(path: Path, check: Check = "quick") -> dict[str, object]:
         "producer": manifest.producer,
         "identity": manifest.identity,
         "size": sum(entry.size for entry in manifest.files.values()),
+        "filled": filled,
         "files": {name: entry.size for name, entry in manifest.files.items()},
         "backend": to_plain(manifest.backend),
         "limits": to_plain(manifest.limits),
@@ -51,7 +53,7 @@ def inspect(path: Path, check: Check = "quick") -> dict[str, object]:
 def describe(path: Path, check: Check = "quick") -> list[str]:
     """`inspect` as lines of text."""
     facts = inspect(path, check)
-    manifest = open_bundle(path, "quick").manifest
+    manifest = open_bundle(path, "quick", weights=bool(facts["filled"])).manifest
     backend, limits, memory, serving = manifest.backend, manifest.limits, manifest.memory, manifest.serving
     size = human_bytes(sum(entry.size for entry in manifest.files.values()))
     weights, slot = human_bytes(memory.weights), human_bytes(memory.per_slot)
@@ -67,6 +69,7 @@ def describe(path: Path, check: Check = "quick") -> list[str]:
         "ring": f"window {limits.window}, {human_bytes(memory.ring_per_slot)} a slot",
         "drafting": f"{drafts}, cut below confidence {serving.confidence_threshold:g}",
         "memory": f"{human_bytes(memory.total)}: weights {weights}, {slot} a slot ({limits.slots} + 1 for padding)",
+        "weights": "in the bundle" if facts["filled"] else "not filled yet",
         "prompts": "text, chat and token ids" if facts["has_tokenizer"] else "token ids (the target has no tokenizer)",
         "here": "runs on this machine" if facts["runs_here"] else f"can't run: {facts['problem']}",
     }

@@ -19,6 +19,7 @@ from runtime.version import DISTRIBUTION
 FORMAT_VERSION = 3
 MANIFEST_NAME = "manifest.json"
 REPORT_NAME = "report.json"
+WEIGHTS_NAME = "weights.bin"
 TOKENIZER_FILE = "tokenizer/tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer/tokenizer_config.json"
 PLUGINS_FILE = "plugins/libdspark_ort.so"

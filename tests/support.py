@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors.torch import load_file
+from safetensors.numpy import load_file
 
 from builder.backends.ort_cpu import OrtCpu
 from builder.bundle import seal
@@ -37,7 +37,7 @@ TINY_PAIRS = Path(__file__).parent / "golden" / "e2e"
 class Tensors:
     """A TensorSource in memory."""
 
-    data: Mapping[str, torch.Tensor]
+    data: Mapping[str, NDArray[np.float32]]
 
     def names(self) -> frozenset[str]:
         return frozenset(self.data)
@@ -45,7 +45,7 @@ class Tensors:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self.data[name].shape)
 
-    def read(self, name: str) -> torch.Tensor:
+    def read(self, name: str) -> NDArray[np.float32]:
         return self.data[name]
 
 
@@ -58,17 +58,18 @@ def random_target(drafter: DrafterSpec, embeddings: Path | None = None) -> Targe
     )  # fmt: skip
     generator = torch.Generator().manual_seed(7)
 
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator) * 0.1
+    def random(*shape: int) -> NDArray[np.float32]:
+        return (torch.randn(shape, generator=generator) * 0.1).numpy()
 
-    data = {"model.embed_tokens.weight": random(vocab, hidden), "model.norm.weight": torch.ones(hidden)}
+    ones = np.ones(hidden, np.float32)
+    data = {"model.embed_tokens.weight": random(vocab, hidden), "model.norm.weight": ones}
     if embeddings is not None:
         data |= load_file(embeddings)
     for i in range(spec.num_layers):
         layer = f"model.layers.{i}"
         data |= {
-            f"{layer}.input_layernorm.weight": torch.ones(hidden),
-            f"{layer}.post_attention_layernorm.weight": torch.ones(hidden),
+            f"{layer}.input_layernorm.weight": ones,
+            f"{layer}.post_attention_layernorm.weight": ones,
             f"{layer}.self_attn.q_proj.weight": random(16, hidden),
             f"{layer}.self_attn.k_proj.weight": random(8, hidden),
             f"{layer}.self_attn.v_proj.weight": random(8, hidden),

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize
+from numpy.typing import NDArray
 
 from builder.checkpoints.config import Config
 from builder.checkpoints.decoder import MAX_LAYERS, check_heads
@@ -20,9 +21,6 @@ from builder.checkpoints.hashing import FileHashes
 from builder.checkpoints.layout import TensorInfo, check_tensors, target_shapes
 from builder.errors import CheckpointError
 from builder.spec import SourceInfo, TargetCheckpoint, TargetSpec
-
-if TYPE_CHECKING:
-    import torch
 
 PACKAGING = "gguf"
 ARCHITECTURE = "llama"
@@ -118,10 +116,8 @@ class GGUFSource:
     def shape(self, name: str) -> tuple[int, ...]:
         return self.infos[name].shape
 
-    def read(self, name: str) -> torch.Tensor:
+    def read(self, name: str) -> NDArray[np.float32]:
         """The tensor in float32, de-quantised now and kept nowhere. Raises CheckpointError."""
-        import torch
-
         raw = self._raw_names.get(name)
         if raw is None:
             raise CheckpointError(
@@ -145,8 +141,7 @@ class GGUFSource:
         values = values.reshape(tensor.shape)
         if name in self._permuted:
             values = unpermute(values, self._permuted[name])
-        # Float32 data that weren't reordered are still views of the read-only map: copied here, once.
-        return torch.from_numpy(values if values.flags.writeable else values.copy())
+        return np.asarray(values, np.float32)
 
 
 def unpermute(rows: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:

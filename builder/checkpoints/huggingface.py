@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
+
 from builder.checkpoints.config import Config, read_json, show
 from builder.checkpoints.decoder import parse_sizes
 from builder.checkpoints.hashing import FileHashes
@@ -106,15 +108,13 @@ def parse_eos(configs: list[Config], vocab_size: int) -> tuple[int, ...]:
 
 def _without_copy(path: Path, source: SafetensorsSource) -> SafetensorsSource:
     """Hide the lm_head that a tied model saved beside its embeddings, once it has proved to be the same."""
-    import torch
-
     head, embedding = (source.infos.get(name) for name in ("lm_head.weight", "model.embed_tokens.weight"))
     if (
         head is not None
         and embedding is not None
         and not (
             (head.shape, head.dtype) == (embedding.shape, embedding.dtype)
-            and torch.equal(source.read("lm_head.weight"), source.read("model.embed_tokens.weight"))
+            and np.array_equal(source.read("lm_head.weight"), source.read("model.embed_tokens.weight"))
         )
     ):
         raise CheckpointError(

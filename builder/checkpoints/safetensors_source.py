@@ -5,22 +5,24 @@ Files are memory-mapped. Pickle files are never opened: loading one can run any 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from safetensors import safe_open
 
 from builder.checkpoints.config import read_json, show
 from builder.checkpoints.layout import TensorInfo, harmless
 from builder.errors import CheckpointError
 
-if TYPE_CHECKING:
-    import torch
-
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+
+_NUMPY_TYPES = {"F32": "<f4", "F16": "<f2"}
 
 CONVERT = (
     "Convert the weights to safetensors (save_pretrained(..., safe_serialization=True)); pickle files are never opened"
@@ -37,7 +39,7 @@ class SafetensorsSource:
     def __init__(self, infos: Mapping[str, TensorInfo], files: Iterable[Path]) -> None:
         self.infos = dict(infos)
         self.files = tuple(files)
-        self._mapped: dict[Path, Any] = {}
+        self._mapped: dict[Path, _MappedFile] = {}
 
     def names(self) -> frozenset[str]:
         return frozenset(self.infos)
@@ -45,8 +47,9 @@ class SafetensorsSource:
     def shape(self, name: str) -> tuple[int, ...]:
         return self.infos[name].shape
 
-    def read(self, name: str) -> torch.Tensor:
-        """The tensor in its file's dtype, a view of the mapped file. Raises CheckpointError when it isn't there."""
+    def read(self, name: str) -> NDArray[np.float32]:
+        """The tensor in float32, where the file has it so a view of the mapped file. Raises CheckpointError when it
+        isn't there."""
         info = self.infos.get(name)
         if info is None:
             raise CheckpointError(
@@ -54,9 +57,9 @@ class SafetensorsSource:
             )
         try:
             if info.file not in self._mapped:
-                self._mapped[info.file] = safe_open(info.file, framework="pt")
-            tensor: torch.Tensor = self._mapped[info.file].get_tensor(name)
-        except Exception as error:  # as in _read_header; also a file too large to be mapped
+                self._mapped[info.file] = _MappedFile(info.file)
+            return self._mapped[info.file].tensor(name, info)
+        except (OSError, ValueError, KeyError) as error:  # gone or changed since its header was read, or not mappable
             raise CheckpointError(
                 f"{info.file}: {name}",
                 "cannot be read",
@@ -64,11 +67,35 @@ class SafetensorsSource:
                 found=error,
                 remedy=AGAIN,
             ) from None
-        return tensor
 
     def only(self, names: Iterable[str]) -> SafetensorsSource:
         """The same files, showing `names` alone."""
         return SafetensorsSource({name: self.infos[name] for name in names}, self.files)
+
+
+class _MappedFile:
+    """One file, whose header the library has checked. numpy has no bfloat16, so data are taken from the map itself.
+
+    Format: 8 bytes, the little-endian length of a JSON header; the header, with ``data_offsets`` of each tensor counted
+    from its own end; the data.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._data: NDArray[np.uint8] = np.asarray(np.memmap(path, np.uint8, mode="r"))
+        self._start = 8 + int.from_bytes(bytes(self._data[:8]), "little")
+        self._header = json.loads(bytes(self._data[8 : self._start]))
+
+    def tensor(self, name: str, info: TensorInfo) -> NDArray[np.float32]:
+        begin, end = self._header[name]["data_offsets"]
+        raw = self._data[self._start + begin : self._start + end]
+        if info.dtype == "BF16":
+            # The upper half of a float32.
+            wide = raw.view("<u2").astype(np.uint32)
+            wide <<= 16
+            values = wide.view(np.float32)
+        else:
+            values = raw.view(_NUMPY_TYPES[info.dtype]).astype(np.float32, copy=False)
+        return values.reshape(info.shape)
 
 
 def open_safetensors(directory: Path) -> SafetensorsSource:
@@ -193,7 +220,6 @@ def _read_header(path: Path) -> dict[str, TensorInfo]:
     if head.startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")):
         raise CheckpointError(path, "not safetensors", expected="a safetensors file", found="a pickle", remedy=CONVERT)
     try:
-        # Read through numpy: torch maps a file as writable, which the system refuses for one larger than its memory.
         handle: Any = safe_open(path, framework="numpy")
         infos = {}
         for name in handle.keys():  # noqa: SIM118 (not a mapping)

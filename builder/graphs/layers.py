@@ -1,14 +1,10 @@
-"""The pieces that target and drafter share: linear, norm, MLP, and the rotary tables."""
+"""The pieces that target and drafter share: linear, norm, MLP."""
 
 from __future__ import annotations
-
-import math
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-from builder.spec import RopeSpec
 
 
 class Linear(nn.Module):
@@ -47,20 +43,3 @@ class SwiGLU(nn.Module):
         gate, up = self.gate_up(x).chunk(2, dim=-1)
         out: Tensor = self.down(F.silu(gate) * up)
         return out
-
-
-def rope_tables(rope: RopeSpec, head_dim: int, positions: int) -> tuple[Tensor, Tensor]:
-    """cos and sin ``[positions, head_dim/2]`` in float32, by the same float32 steps as the reference implementations.
-
-    ``llama3`` scaling after the Llama 3.1 release: low frequencies are divided by `factor`, high ones kept, those
-    between blended linearly.
-    """
-    inv = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
-    if rope.kind == "linear":
-        inv = inv / rope.factor
-    elif rope.kind == "llama3":
-        turns = rope.original_max_positions * inv / (2 * math.pi)
-        blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-        inv = torch.lerp(inv / rope.factor, inv, blend.clamp(0, 1))
-    phases = torch.arange(positions).float()[:, None] * inv
-    return phases.cos(), phases.sin()

@@ -8,7 +8,8 @@ from collections.abc import Iterable
 import onnx_ir as ir
 from onnx_ir.passes.common import NameFixPass
 
-from builder.weights import WEIGHTS_NAME, WeightIndex
+from builder.weights import WeightIndex
+from runtime.manifest import WEIGHTS_NAME
 
 MICROSOFT = "com.microsoft"
 """Domain of ONNX Runtime's own operators."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from builder.backends.ort_cuda import OrtCuda
 from builder.export import export_drafter, modules
-from builder.graphs.layers import rope_tables
+from builder.rope_tables import rope_tables
 from builder.spec import DrafterSpec
 from builder.weights import WEIGHTS_NAME, Weight, WeightIndex, weight_dtype
 from runtime.manifest import Limits
@@ -60,7 +60,8 @@ def random_weights(
     generator = torch.Generator(device).manual_seed(0)
     rope = rope_tables(spec.rope, spec.head_dim, limits.max_seq_len + limits.block_size)
     made: dict[str, Tensor] = {
-        f"drafter.{name}": table.to(device) for name, table in zip(("cos", "sin"), rope, strict=True)
+        f"drafter.{name}": table.to(device)
+        for name, table in zip(("cos", "sin"), map(torch.from_numpy, rope), strict=True)
     }
     for name, shape in weight_shapes(spec, limits).items():
         dtype = types[weight_dtype(name, precision)]

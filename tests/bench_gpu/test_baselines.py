@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from builder.export import modules
-from builder.graphs.layers import rope_tables
 from builder.graphs.target import Target
-from builder.spec import RopeSpec, TargetSpec
+from builder.rope_tables import rope_tables
+from builder.spec import DrafterSpec, RopeSpec, TargetSpec
 from runtime.manifest import Limits
 from tests.bench_gpu.drafter import make_state
 from tests.bench_gpu.reference import MASKED, Attention, Inputs, TorchDrafter
@@ -21,6 +21,11 @@ from tests.bench_gpu.target import TorchTarget
 SPEC = small(DRAFTER)
 WINDOW = 16
 LIMITS = Limits((1, 2), 2, WINDOW, 64, SPEC.block_size, 1)
+
+
+def _tables(spec: TargetSpec | DrafterSpec, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+    cos, sin = map(torch.from_numpy, rope_tables(spec.rope, spec.head_dim, positions))
+    return cos, sin
 
 
 def _filled(module: torch.nn.Module, rope: tuple[Tensor, Tensor]) -> torch.nn.Module:
@@ -36,7 +41,7 @@ def _filled(module: torch.nn.Module, rope: tuple[Tensor, Tensor]) -> torch.nn.Mo
 
 @pytest.fixture(scope="module")
 def draft() -> torch.nn.Module:
-    rope = rope_tables(SPEC.rope, SPEC.head_dim, LIMITS.max_seq_len + LIMITS.block_size)
+    rope = _tables(SPEC, LIMITS.max_seq_len + LIMITS.block_size)
     return _filled(modules(fitting_target(SPEC), SPEC, LIMITS)["draft"], rope)
 
 
@@ -82,7 +87,7 @@ TARGET = TargetSpec(
 def test_torch_target(qk_norm: bool) -> None:
     """Greedy decoding of two prompts of different length, against the product's module over everything each time."""
     spec = replace(TARGET, qk_norm=qk_norm)
-    rope = rope_tables(spec.rope, spec.head_dim, 64)
+    rope = _tables(spec, 64)
     with torch.device("meta"):
         module = Target(spec, (0,), rope)
     module = _filled(module, rope)

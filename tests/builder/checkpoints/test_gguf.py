@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 
@@ -79,10 +78,9 @@ def test_tensors_come_back_in_hugging_face_order(tmp_path: Path, kind: str) -> N
         # Blocks lie within rows, so quantising the rows in their original order gives the expected values.
         expected = tensor if tensor.ndim == 1 else dequantize(quantize(tensor, qtype), qtype)
         read = target.tensors.read(name)
-        assert read.dtype == torch.float32
-        assert read.is_contiguous()
+        assert read.dtype == np.float32
         assert target.tensors.shape(name) == tensor.shape
-        assert np.array_equal(read.numpy(), expected), name
+        assert np.array_equal(read, expected), name
 
 
 def test_the_order_is_not_the_files(file: Path) -> None:
@@ -92,12 +90,14 @@ def test_the_order_is_not_the_files(file: Path) -> None:
     assert np.array_equal(open_gguf(file).raw("blk.0.attn_q.weight").view(np.float32), converted_rows(rows, HEADS))
 
 
-def test_reads_are_writable_and_independent(file: Path) -> None:
+def test_reads_change_no_file(file: Path) -> None:
     tensors = load_target(file).tensors
     for name in ("model.norm.weight", "model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.up_proj.weight"):
-        before = tensors.read(name).clone()
-        tensors.read(name).zero_()
-        assert torch.equal(tensors.read(name), before)
+        before = tensors.read(name).copy()
+        read = tensors.read(name)
+        if read.flags.writeable:
+            read[...] = 0
+        assert np.array_equal(tensors.read(name), before)
 
 
 def test_tied_and_biased(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_tied_and_biased(tmp_path: Path) -> None:
     assert target.tensors.names() == original.keys()
     for name in ("q", "k", "v"):
         key = f"model.layers.1.self_attn.{name}_proj.bias"
-        assert np.array_equal(target.tensors.read(key).numpy(), original[key])
+        assert np.array_equal(target.tensors.read(key), original[key])
 
 
 def test_directory_with_one_gguf(file: Path) -> None:
