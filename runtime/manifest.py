@@ -116,7 +116,8 @@ class Backend:
 @dataclass(frozen=True)
 class EngineFile:
     """One compiled graph: `graph` is ``target`` (prefill and verify), ``draft`` or ``seed``; `batch` its fixed rows.
-    An engine of one `width` (`runtime.widths`) names its stage, as `runtime.sessions.device` does; 0 takes any."""
+    A TensorRT engine, of one `width` (`runtime.widths`), has a stage of `runtime.engine_records` there; width 0 is
+    any."""
 
     graph: str
     batch: int
