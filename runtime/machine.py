@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import platform
 from dataclasses import dataclass
 from pathlib import Path
+
+from runtime.nvidia import Driver, Gpu, driver, gpus
+
+__all__ = [
+    "Cpu",
+    "Driver",
+    "Gpu",
+    "MachineMemory",
+    "available_memory",
+    "cpu",
+    "driver",
+    "gpus",
+    "human_bytes",
+    "memory",
+]
 
 _PROC = Path("/proc")
 _CGROUP = Path("/sys/fs/cgroup")
@@ -35,15 +49,6 @@ class MachineMemory:
 
     total: int | None
     available: int | None
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """`architecture` as ``sm_90``; `memory` in bytes, used or not."""
-
-    name: str
-    architecture: str
-    memory: int
 
 
 def memory(proc: Path = _PROC, cgroup: Path = _CGROUP) -> MachineMemory:
@@ -108,32 +113,6 @@ def cpu(proc: Path = _PROC) -> Cpu:
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
     model = facts.get("model name") or platform.processor() or "unknown"
     return Cpu(model, platform.machine(), cores, usable, tuple(name for name in _FEATURES if name in flags))
-
-
-def gpus() -> tuple[Gpu, ...]:
-    """NVIDIA GPUs that the driver shows; none without a driver."""
-    try:
-        cuda = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return ()
-    count = ctypes.c_int()
-    if cuda.cuInit(0) != 0 or cuda.cuDeviceGetCount(ctypes.byref(count)) != 0:
-        return ()
-    found = []
-    for index in range(count.value):
-        device, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
-        name, memory = ctypes.create_string_buffer(128), ctypes.c_size_t()
-        # 75 and 76 are CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR.
-        if (
-            cuda.cuDeviceGet(ctypes.byref(device), index) == 0
-            and cuda.cuDeviceGetName(name, len(name), device) == 0
-            and cuda.cuDeviceTotalMem_v2(ctypes.byref(memory), device) == 0
-            and cuda.cuDeviceGetAttribute(ctypes.byref(major), 75, device) == 0
-            and cuda.cuDeviceGetAttribute(ctypes.byref(minor), 76, device) == 0
-        ):
-            architecture = f"sm_{major.value}{minor.value}"
-            found.append(Gpu(name.value.decode(errors="replace"), architecture, memory.value))
-    return tuple(found)
 
 
 def _read(path: Path) -> str:

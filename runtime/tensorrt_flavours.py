@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 from runtime.errors import BackendUnavailable
-from runtime.libraries import BACKENDS
+from runtime.libraries import BACKENDS, installed, library, library_remedies
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,9 @@ class Flavour:
             BackendUnavailable: it isn't installed, or its libraries can't be loaded.
         """
         module = next((name for name in self.modules if find_spec(name)), None)
-        remedy = f"pip install {BACKENDS[self.name].libraries[0]}"
         if module is None:
             raise BackendUnavailable(
-                self.name, "its bindings are not installed", expected=self.modules[0], remedy=remedy
+                self.name, "its bindings are not installed", expected=self.modules[0], remedy=self._remedy()
             )
         try:
             if self.name == "tensorrt-rtx":
@@ -44,8 +43,13 @@ class Flavour:
             return import_module(module)
         except (ImportError, OSError) as error:
             raise BackendUnavailable(
-                self.name, "its libraries can't be loaded", found=str(error), remedy=remedy
+                self.name, "its libraries can't be loaded", found=str(error), remedy=self._remedy()
             ) from error
+
+    def _remedy(self) -> str:
+        info = BACKENDS[self.name]
+        found = library(info, {name: installed(name) for name in info.packages})
+        return " and ".join(remedy for _, remedy in library_remedies(info, found)) or "Reinstall them"
 
 
 FLAVOURS: Mapping[str, Flavour] = {

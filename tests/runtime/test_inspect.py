@@ -14,8 +14,8 @@ from runtime.manifest import Memory
 
 MakeBundle = Callable[..., Path]
 KEYS = (
-    "backend check conventions drafter engines eos_token_ids files filled format has_confidence has_tokenizer identity limits "
-    "memory memory_available path plugins problem producer runs_here serving size target vocab_size"
+    "backend check conventions drafter engines eos_token_ids files filled format has_confidence has_tokenizer identity "
+    "limits memory memory_available path plugins problem producer runs_here serving size target vocab_size"
 )
 
 
