@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -57,7 +58,7 @@ def test_a_back_end_of_a_later_version_is_said_to_be_one() -> None:
     assert (found.can_build, found.can_run, found.missing) == (False, False, ("not in this version",))
 
 
-RTX, FULL = BACKENDS["tensorrt-rtx"], BACKENDS["tensorrt"]
+RTX, FULL = (replace(BACKENDS[name], supported=True) for name in ("tensorrt-rtx", "tensorrt"))
 RTX_ALL = {
     **ALL,
     "tensorrt-rtx-cu13-bindings": "1.7.1.116",
