@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 import math
-import platform
-import resource
 import shutil
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,14 +13,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from builder import bundle
+from builder.gpu import resolve_gpu
 from builder.plugin_library import check_library, copy_library
 from builder.profile import Profile, Resolution, check_memory, check_profile, resolve
+from builder.recipe import made_by, recipe
+from builder.report import BuildReport, peak_memory, report_json
 from runtime.errors import BundleError
-from runtime.libraries import BACKENDS, BUILD_PACKAGES, RUN_PACKAGES, installed
+from runtime.libraries import BACKENDS
 from runtime.machine import available_memory, human_bytes
 from runtime.manifest import (
     FORMAT_VERSION,
-    ITEM_BYTES,
     REPORT_NAME,
     TOKENIZER_CONFIG_FILE,
     TOKENIZER_FILE,
@@ -34,12 +32,13 @@ from runtime.manifest import (
     Models,
     Source,
     StateTensor,
+    state_bytes,
     to_plain,
 )
 from runtime.version import DISTRIBUTION, VERSION
 
 if TYPE_CHECKING:
-    from builder.backends import BackendBuilder
+    from builder.backends import BackendBuilder, EngineBuilt
     from builder.spec import DrafterCheckpoint, DrafterSpec, SourceInfo, TargetCheckpoint, TargetSpec, TokenizerData
 
 CONVENTIONS = {
@@ -63,6 +62,10 @@ STAGES: Mapping[str, tuple[float, float]] = {
 }
 
 
+_NOT_REPRODUCIBLE = (
+    "this system doesn't let a process do without address randomisation (personality): the engines work, but another "
+    "build of them may differ in a few bytes, and so in the bundle's identity"
+)
 _PRECISION_BYTES = {"f32": 4, "f16": 2, "bf16": 2}  # of most weights
 
 
@@ -101,21 +104,6 @@ class Progress(Protocol):
     def warning(self, text: str) -> None: ...
 
 
-@dataclass(frozen=True)
-class BuildReport:
-    """What was built. Times in seconds, memory in bytes (`peak_memory` is that of the whole process). Files
-    `left_out` belong to the bundle and aren't there yet."""
-
-    out: Path
-    manifest: Manifest
-    warnings: tuple[str, ...]
-    seconds: Mapping[str, float]
-    total_seconds: float
-    peak_memory: int
-    bundle_bytes: int
-    left_out: tuple[str, ...] = ()
-
-
 class _Clock:
     """Runs the stages in order, times them, and estimates what is left."""
 
@@ -123,7 +111,9 @@ class _Clock:
         self._progress = progress
         self._began = time.perf_counter()
         self.gib = 0.5  # of weights, until the checkpoints are read
+        self.compile_seconds = STAGES["compile engines"][0]  # until the back end is known
         self.seconds: dict[str, float] = {}
+        self.built: tuple[EngineBuilt, ...] = ()
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -139,6 +129,8 @@ class _Clock:
         self.seconds[name] = time.perf_counter() - began
 
     def _typical(self, name: str) -> float:
+        if name == "compile engines":
+            return self.compile_seconds
         fixed, per_gib = STAGES[name]
         return fixed + per_gib * self.gib
 
@@ -150,6 +142,8 @@ class _Clock:
 def build(options: BuildOptions, progress: Progress) -> BuildReport:
     """Build the bundle `options.out`. Nothing is written there unless all of it succeeds.
 
+    With `overwrite`, an output that was made from the same files, options and versions, and is whole, is left as it is.
+
     Raises CheckpointError, ProfileError, BundleError or BackendUnavailable for what the user can mend, OSError from the
     system.
     """
@@ -159,8 +153,9 @@ def build(options: BuildOptions, progress: Progress) -> BuildReport:
     check_profile(profile)
     bundle.check_output(options.out, overwrite=options.overwrite)
     backends.check(profile.backend)
+    gpu = resolve_gpu(profile)
     if options.plugins is not None:
-        check_library(options.plugins, profile.backend)
+        check_library(options.plugins, profile.backend, gpu)
     clock = _Clock(progress)
     with clock.stage("read checkpoints"):
         from builder import checkpoints
@@ -177,21 +172,30 @@ def build(options: BuildOptions, progress: Progress) -> BuildReport:
         plan = resolve(profile, target.spec, drafter.spec)
         for warning in plan.warnings:
             progress.warning(warning)
-        backend = backends.get(profile.backend, profile.precision)
+        sources = {"target": target.source, "drafter": drafter.source}
+        made = recipe(profile, gpu, plan, sources, options.plugins, options.no_weights)
+        if options.overwrite and (manifest := made_by(options.out, made, options.no_weights)):
+            return replace(_report(options, manifest, plan.warnings, clock, made), unchanged=True)
+        kernels = options.plugins is not None
+        backend = backends.get(backends.BackendOptions(profile.backend, profile.precision, plan.serving, gpu, kernels))
+        clock.compile_seconds = backend.compile_seconds(target.spec, plan.limits)
         state = tuple(backend.state(target.spec, drafter.spec, plan.limits))
-        memory = _memory(state, plan.limits.slots, weight_bytes)
+        working = backend.working_bytes(target.spec, plan.limits, state)
+        memory = _memory(state, plan.limits.slots, weight_bytes, working)
         # What a GPU will serve needs no memory here.
         check_memory(memory, plan.limits, None if BACKENDS[profile.backend].architectures else available_memory())
         _check_disk(options.out, weight_bytes)
     with bundle.Staging(options.out, overwrite=options.overwrite) as staging:
         manifest = _fill(staging.directory, target, drafter, options, plan, backend, state, clock)
-        report = _report(options, manifest, plan.warnings, clock)
-        _write_json(staging.directory / REPORT_NAME, _report_json(report))
+        if not all(engine.reproducible for engine in clock.built):
+            progress.warning(_NOT_REPRODUCIBLE)
+        report = _report(options, manifest, plan.warnings, clock, made)
+        _write_json(staging.directory / REPORT_NAME, report_json(report))
         if options.no_weights:
             (staging.directory / WEIGHTS_NAME).unlink()
         with clock.stage("swap in"):
             staging.commit()
-    return _report(options, manifest, plan.warnings, clock)
+    return _report(options, manifest, plan.warnings, clock, made)
 
 
 def _fill(
@@ -207,7 +211,7 @@ def _fill(
     """Write everything but the report into `directory`."""
     from builder import export, vectors, weights
 
-    limits = plan.limits
+    limits, plugins = plan.limits, options.plugins
     with clock.stage("write weights"):
         index = weights.write_weights(directory, target, drafter, limits, options.profile.precision)
     # Before the export: the weights are mapped then, and the exporter's own memory would come on top.
@@ -217,6 +221,7 @@ def _fill(
         graphs = export.export_graphs(target.spec, drafter.spec, limits)
     with clock.stage("compile engines"):
         engines = backend.compile(graphs, index, limits, directory)
+        clock.built = backend.built
     with clock.stage("write manifest"):
         if target.tokenizer is not None:
             _write_tokenizer(directory, target.tokenizer)
@@ -230,8 +235,13 @@ def _fill(
             models=_models(target.spec, drafter.spec, target.tokenizer),
             engines=tuple(engines),
             state=state,
-            memory=_memory(state, limits.slots, backend.loaded_bytes(graphs, index)),
-            plugins=() if options.plugins is None else (copy_library(directory, options.plugins),),
+            memory=_memory(
+                state,
+                limits.slots,
+                backend.loaded_bytes(graphs, index),
+                backend.working_bytes(target.spec, limits, state),
+            ),
+            plugins=() if plugins is None else (copy_library(directory, plugins, options.profile.backend),),
             conventions=CONVENTIONS,
             target=_source(target.source),
             drafter=_source(drafter.source),
@@ -271,12 +281,13 @@ def _object(spec: TargetSpec | DrafterSpec) -> dict[str, object]:
     return plain if isinstance(plain, dict) else {}
 
 
-def _memory(state: tuple[StateTensor, ...], slots: int, weights: int) -> Memory:
-    """Bytes that serving takes: the `weights`, and the back end's `state` for every slot and the scratch slot."""
-    per_tensor = [(tensor.kind, math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype]) for tensor in state]
+def _memory(state: tuple[StateTensor, ...], slots: int, weights: int, working: int) -> Memory:
+    """Bytes that serving takes: the `weights`, the back end's `state` for every slot and the scratch slot, and what it
+    works in."""
+    per_tensor = [(tensor.kind, state_bytes(tensor, 1)) for tensor in state]
     per_slot = sum(size for _, size in per_tensor)
     ring = sum(size for kind, size in per_tensor if kind == "ring")
-    return Memory(weights, per_slot, ring, weights + (slots + 1) * per_slot)
+    return Memory(weights, per_slot, ring, weights + (slots + 1) * per_slot + working)
 
 
 def _source(source: SourceInfo) -> Source:
@@ -300,31 +311,17 @@ def _write_json(path: Path, data: Mapping[str, object]) -> None:
     path.write_text(text, encoding="ascii", newline="\n")
 
 
-def _report(options: BuildOptions, manifest: Manifest, warnings: tuple[str, ...], clock: _Clock) -> BuildReport:
-    left_out = (WEIGHTS_NAME,) if options.no_weights else ()
-    size = sum(entry.size for name, entry in manifest.files.items() if name not in left_out)
-    out = options.out.absolute()
-    return BuildReport(out, manifest, warnings, dict(clock.seconds), clock.total, _peak_memory(), size, left_out)
-
-
-def _report_json(report: BuildReport) -> dict[str, object]:
-    """``report.json``: what differs from build to build, for people."""
-    packages = dict.fromkeys(("onnxruntime", *RUN_PACKAGES, *BUILD_PACKAGES))
-    return {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "identity": report.manifest.identity,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "packages": {name: installed(name) for name in packages},
-        "seconds": {name: round(value, 3) for name, value in report.seconds.items()},
-        "total_seconds": round(report.total_seconds, 3),
-        "peak_memory": report.peak_memory,
-        "bundle_bytes": report.bundle_bytes,
-        "warnings": list(report.warnings),
-    }
-
-
-def _peak_memory() -> int:
-    """Bytes this process had resident at most."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+def _report(
+    options: BuildOptions, manifest: Manifest, warnings: tuple[str, ...], clock: _Clock, recipe: str
+) -> BuildReport:
+    return BuildReport(
+        out=options.out.absolute(),
+        manifest=manifest,
+        warnings=warnings,
+        seconds=dict(clock.seconds),
+        total_seconds=clock.total,
+        peak_memory=peak_memory(),
+        left_out=(WEIGHTS_NAME,) if options.no_weights else (),
+        engines=clock.built,
+        recipe=recipe,
+    )

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import click
 
-from builder.build import BuildOptions, BuildReport, build
+from builder.build import BuildOptions, build
 from builder.profile import DEFAULT_PROFILE, load_profile, override, parse_batches
 from builder.progress import reporter
+from builder.report import BuildReport
 from runtime.__main__ import doctor_command, inspect_command, validate_command
 from runtime.console import terminable
+from runtime.libraries import SUPPORTED
 from runtime.machine import human_bytes
 from runtime.manifest import TOKENIZER_FILE, WEIGHTS_NAME
 from runtime.version import DISTRIBUTION, VERSION
@@ -49,16 +51,22 @@ def group() -> None:
     help="Context rows the drafter sees (W): block size + 2 to its trained positions.  [default: 2048]",
 )
 @click.option("--max-seq-len", type=int, help="Most tokens of a sequence, prompt included.  [default: 2048]")
-@click.option("--precision", help="Precision of weights and state: f32; on ort-cuda bf16 or f16 too.")
-@click.option("--backend", help="Back end: ort-cpu or ort-cuda.")
+@click.option("--precision", help="Precision of weights and state: f32; but on ort-cpu bf16 or f16 too.")
+@click.option("--backend", help=f"Back end: {', '.join(SUPPORTED[:-1])} or {SUPPORTED[-1]}.")
+@click.option("--gpu", metavar="sm89", help="GPU that tensorrt-rtx engines are built for; this machine needs none.")
 @click.option(
     "--plugins",
     type=click.Path(path_type=Path),
     metavar="LIB",
-    help="Kernels that an ort-cuda bundle takes along: libdspark_ort.so, built from plugins/.",
+    help="Kernels that the bundle takes along, built from plugins/: libdspark_ort.so on ort-cuda, "
+    "libdspark_kernels.so on tensorrt and tensorrt-rtx.",
 )
 @click.option("--no-weights", is_flag=True, help="Leave weights.bin out: the weights command fills it where it serves.")
-@click.option("--overwrite", is_flag=True, help="Replace the bundle at --out, once the new one is complete.")
+@click.option(
+    "--overwrite",
+    is_flag=True,
+    help="Replace the bundle at --out, once the new one is complete; one that is up to date stays.",
+)
 def build_command(
     target: Path,
     drafter: Path,
@@ -69,6 +77,7 @@ def build_command(
     max_seq_len: int | None,
     precision: str | None,
     backend: str | None,
+    gpu: str | None,
     plugins: Path | None,
     no_weights: bool,
     overwrite: bool,
@@ -81,6 +90,7 @@ def build_command(
         max_seq_len=max_seq_len,
         precision=precision,
         backend=backend,
+        gpu=gpu,
     )
     with terminable(), reporter() as progress:
         report = build(BuildOptions(target, drafter, out, chosen, overwrite, plugins, no_weights), progress)
@@ -135,8 +145,11 @@ def summary(report: BuildReport) -> list[str]:
     limits, memory, backend = manifest.limits, manifest.memory, manifest.backend
     drafts = f"{manifest.serving.max_draft} of {limits.block_size} drafts a round"
     slots = f"{human_bytes(memory.per_slot)} a slot ({limits.slots} + 1 for padding)"
+    done = f"built     {report.out} in {report.total_seconds:.1f} s (peak memory {human_bytes(report.peak_memory)})"
+    if report.unchanged:
+        done = f"unchanged {report.out}: made of the same files, options and versions ({report.total_seconds:.1f} s)"
     return [
-        f"built     {report.out} in {report.total_seconds:.1f} s (peak memory {human_bytes(report.peak_memory)})",
+        done,
         f"size      {human_bytes(report.bundle_bytes)}, {len(manifest.files)} files, identity {manifest.identity[:16]}",
         f"engines   batches {', '.join(map(str, limits.batches))}; {backend.name}, {backend.precision}",
         f"memory    {human_bytes(memory.total)}: weights {human_bytes(memory.weights)}, {slots}",

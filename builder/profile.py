@@ -17,7 +17,12 @@ from runtime.manifest import Limits, Memory, Serving
 
 PROFILES = Path(__file__).resolve().parent.parent / "engines" / "profiles"
 DEFAULT_PROFILE = "cpu"
-PRECISIONS: Mapping[str, tuple[str, ...]] = {"ort-cpu": ("f32",), "ort-cuda": ("f32", "bf16", "f16")}
+PRECISIONS: Mapping[str, tuple[str, ...]] = {
+    "ort-cpu": ("f32",),
+    "ort-cuda": ("f32", "bf16", "f16"),
+    "tensorrt": ("f32", "bf16", "f16"),
+    "tensorrt-rtx": ("f32", "bf16", "f16"),
+}
 """Precisions that can be built, by back end."""
 
 _BATCH_MAX = 1024
@@ -33,12 +38,14 @@ class Profile:
     `batches` are the fixed batches; `slots` the requests that state is kept for (None: the largest batch). `window` and
     `max_seq_len` are fitted to the models with a warning, unless named in `explicit`: then a value that doesn't fit is
     an error. `prefill_chunk` and `max_draft` are upper bounds (`max_draft` None: the drafter's whole block). A draft is
-    cut before the first confidence below `confidence_threshold`.
+    cut before the first confidence below `confidence_threshold`. `gpu` is the one that engines are built for, of back
+    ends that build for one (`builder.gpu`).
     """
 
     name: str = DEFAULT_PROFILE
     backend: str = "ort-cpu"
     precision: str = "f32"
+    gpu: str | None = None
     batches: tuple[int, ...] = (1,)
     slots: int | None = None
     window: int = 2048
@@ -106,7 +113,7 @@ def _from_toml(data: Mapping[str, object], path: Path) -> Profile:
 
 
 def _typed(key: str, value: object, path: Path) -> object:
-    if key in ("backend", "precision"):
+    if key in ("backend", "precision", "gpu"):
         expected = "a string"
         if isinstance(value, str):
             return value

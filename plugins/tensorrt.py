@@ -37,12 +37,18 @@ def register(trt: Any, kernels: Kernels | None = None) -> int:
         creator = creator_class(operator, plugin_class, kernels)
         if not registry.register_creator(creator, DOMAIN):
             raise RuntimeError(f"TensorRT's registry refuses dspark::{operator.name}")
-        _creators.append(creator)
+        _keep(creator)
     return len(OPERATORS)
 
 
-_creators: list[object] = []
-"""The registry keeps no reference of its own to what Python made."""
+_kept: list[object] = []
+
+
+def _keep(made: Any) -> Any:
+    """What Python made and the library holds, for good: it keeps no reference of its own, and a plugin whose layer it
+    dropped as unused was freed under it."""
+    _kept.append(made)
+    return made
 
 
 def _classes(trt: Any) -> tuple[type, type]:
@@ -68,13 +74,15 @@ def _classes(trt: Any) -> tuple[type, type]:
             return self
 
         def clone(self) -> Any:
-            return Plugin(self.operator, self.attributes, self.kernels)
+            return _keep(Plugin(self.operator, self.attributes, self.kernels))
 
         def attach_to_context(self, context: Any) -> Any:
             return self.clone()
 
         def get_fields_to_serialize(self) -> Any:
-            return trt.PluginFieldCollection([_field(trt, name, value) for name, value in self.attributes.items()])
+            # Kept, as are their arrays: the library holds on to addresses.
+            self.serialized, self.arrays = _fields(trt, self.attributes)
+            return self.serialized
 
         def get_output_data_types(self, inputs: Sequence[Any]) -> list[Any]:
             t = self._precision(inputs)
@@ -151,20 +159,27 @@ def _classes(trt: Any) -> tuple[type, type]:
             trt.IPluginCreatorV3One.__init__(self)
             self.operator, self.plugin, self.kernels = operator, plugin, kernels
             self.name, self.plugin_version, self.plugin_namespace = operator.name, VERSION, DOMAIN
-            self.field_names = trt.PluginFieldCollection(
-                [_field(trt, name, kind()) for name, kind in operator.attributes.items()]
-            )
+            defaults = {name: kind() for name, kind in operator.attributes.items()}
+            self.field_names, self.arrays = _fields(trt, defaults)
 
         def create_plugin(self, name: str, fields: Any, phase: Any) -> Any:
             found = {field.name: field.data for field in fields}
             attributes = {n: kind(np.asarray(found[n]).reshape(-1)[0]) for n, kind in self.operator.attributes.items()}
-            return self.plugin(self.operator, attributes, self.kernels)
+            return _keep(self.plugin(self.operator, attributes, self.kernels))
 
     return Plugin, Creator
 
 
-def _field(trt: Any, name: str, value: int | float) -> Any:
-    """An attribute as the ONNX parser passes it: 64-bit integers as such, floats as float32."""
-    if isinstance(value, float):
-        return trt.PluginField(name, np.array([value], np.float32), trt.PluginFieldType.FLOAT32)
-    return trt.PluginField(name, np.array([value], np.int64), trt.PluginFieldType.INT64)
+def _fields(trt: Any, attributes: Attributes) -> tuple[Any, list[Any]]:
+    """Attributes as the ONNX parser passes them, 64-bit integers as such and floats as float32; and the arrays and
+    fields that the collection points into."""
+    kept: list[Any] = []
+    fields = []
+    for name, value in attributes.items():
+        if isinstance(value, float):
+            array, kind = np.array([value], np.float32), trt.PluginFieldType.FLOAT32
+        else:
+            array, kind = np.array([value], np.int64), trt.PluginFieldType.INT64
+        fields.append(trt.PluginField(name, array, kind))
+        kept += [array, fields[-1]]
+    return trt.PluginFieldCollection(fields), kept

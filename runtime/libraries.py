@@ -70,7 +70,7 @@ BACKENDS = {
     "ort-cuda": BackendInfo(True, ("onnxruntime-gpu",), _CUDA, build_needs_library=False),
     # The package of that name is empty, and takes along tensorrt-cu13 and with it bindings and libraries.
     "tensorrt": BackendInfo(
-        False,
+        True,
         ("tensorrt", "tensorrt-cu13", "tensorrt-cu13-bindings"),
         _TENSORRT,
         build_gpu=True,
@@ -81,7 +81,7 @@ BACKENDS = {
         driver=CUDA_DRIVER,
     ),
     "tensorrt-rtx": BackendInfo(
-        False,
+        True,
         ("tensorrt-rtx-cu13-bindings",),
         _RTX,
         natives=("tensorrt-rtx-cu13-libs",),

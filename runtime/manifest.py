@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
@@ -137,10 +138,16 @@ class StateTensor:
     dtype: str
 
 
+def state_bytes(tensor: StateTensor, slots: int) -> int:
+    """Bytes of a state buffer with so many slots."""
+    return slots * math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype]
+
+
 @dataclass(frozen=True)
 class Memory:
     """Bytes: the weights once loaded (copies that the library packs included), the state of one slot (the ring's part
-    apart), and the total that serving takes."""
+    apart), and the total that serving takes: on a GPU that counts buffers of logits and probabilities too, and second
+    buffers of state that engines without kernels write."""
 
     weights: int
     per_slot: int

@@ -8,6 +8,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from runtime.errors import BackendUnavailable
 from runtime.libraries import BACKENDS, installed, library, library_remedies
@@ -45,6 +46,18 @@ class Flavour:
             raise BackendUnavailable(
                 self.name, "its libraries can't be loaded", found=str(error), remedy=self._remedy()
             ) from error
+
+    def network_flags(self, module: Any) -> int:
+        """For ``create_network``: types are those of the graph. TensorRT 11 knows nothing else and may drop the
+        flag."""
+        flag = getattr(module.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)
+        return 0 if flag is None else 1 << int(flag)
+
+    def aim(self, module: Any, config: Any, gpu: str) -> None:
+        """Have a builder's configuration build for that GPU, as ``sm_89``."""
+        if self.architectures:
+            config.num_compute_capabilities = 1
+            config.set_compute_capability(getattr(module.ComputeCapability, self.architectures[gpu]), 0)
 
     def _remedy(self) -> str:
         info = BACKENDS[self.name]

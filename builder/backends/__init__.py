@@ -2,26 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, Self
 
 from builder.errors import BackendUnavailable
 from builder.spec import DrafterSpec, TargetSpec
-from runtime.libraries import BACKENDS, SUPPORTED, installed
-from runtime.manifest import Backend, EngineFile, Limits, StateTensor
+from runtime.libraries import BACKENDS, SUPPORTED, installed, library, library_remedies
+from runtime.manifest import Backend, EngineFile, Limits, Serving, StateTensor
 
 if TYPE_CHECKING:
     from builder.export import Graph
     from builder.weights import WeightIndex
 
-BUILDERS = {"ort-cpu": "builder.backends.ort_cpu:OrtCpu", "ort-cuda": "builder.backends.ort_cuda:OrtCuda"}
+BUILDERS = {
+    "ort-cpu": "builder.backends.ort_cpu:OrtCpu",
+    "ort-cuda": "builder.backends.ort_cuda:OrtCuda",
+    "tensorrt": "builder.backends.tensorrt:TensorRt",
+    "tensorrt-rtx": "builder.backends.tensorrt:TensorRt",
+}
 """Back end to its builder class; the names are the supported ones of `runtime.libraries`."""
 
 
+@dataclass(frozen=True)
+class EngineBuilt:
+    """How building an engine went, of back ends that take their time: `seconds`, the `peak_memory` in bytes of the
+    process that built it, and whether it would come out the same again."""
+
+    file: str
+    seconds: float
+    peak_memory: int
+    reproducible: bool
+
+
+@dataclass(frozen=True)
+class BackendOptions:
+    """What engines depend on besides the graphs.
+
+    `precision` is one of `builder.profile.PRECISIONS`, `gpu` the one to build for (``sm_89``; None for back ends whose
+    engines run on any), and `kernels` says whether the bundle brings a library of kernels.
+    """
+
+    name: str
+    precision: str
+    serving: Serving
+    gpu: str | None = None
+    kernels: bool = False
+
+
 class BackendBuilder(Protocol):
-    """What a back end does at build time, for one precision of those in `builder.profile.PRECISIONS`."""
+    """What a back end does at build time. `built` says how it went, once it has compiled."""
+
+    built: tuple[EngineBuilt, ...]
+
+    @classmethod
+    def make(cls, options: BackendOptions) -> Self: ...
 
     def compile(
         self, graphs: Mapping[str, Graph], weights: WeightIndex, limits: Limits, dest: Path
@@ -29,8 +66,16 @@ class BackendBuilder(Protocol):
         """Write the engines of every graph and batch into `dest`, where ``weights.bin`` lies already."""
         ...
 
+    def compile_seconds(self, target: TargetSpec, limits: Limits) -> float:
+        """About how long `compile` takes on two cores, for who waits."""
+        ...
+
     def state(self, target: TargetSpec, drafter: DrafterSpec, limits: Limits) -> tuple[StateTensor, ...]:
         """The state buffers that the engines read and update."""
+        ...
+
+    def working_bytes(self, target: TargetSpec, limits: Limits, state: Sequence[StateTensor]) -> int:
+        """What serving takes of the device's memory besides weights and state."""
         ...
 
     def loaded_bytes(self, graphs: Mapping[str, Graph], weights: WeightIndex) -> int:
@@ -58,17 +103,20 @@ def check(name: str) -> None:
             remedy=f"Pass --backend {SUPPORTED[0]}",
         )
     info = BACKENDS[name]
-    if info.build_needs_library and not any(map(installed, info.libraries)):
+    if not info.build_needs_library:
+        return
+    found = library(info, {package: installed(package) for package in info.packages})
+    for package, remedy in library_remedies(info, found):
         raise BackendUnavailable(
             where,
-            "its library is not installed",
-            expected=" or ".join(info.libraries),
-            remedy=f"pip install {info.libraries[0]}",
+            "its library is not installed" if found.bindings is None else "its bindings lack the library itself",
+            expected=" or ".join(info.libraries) if package in info.libraries else package,
+            remedy=remedy,
         )
 
 
-def get(name: str, precision: str) -> BackendBuilder:
+def get(options: BackendOptions) -> BackendBuilder:
     """The back end of a name that `check` has passed."""
-    module, attribute = BUILDERS[name].split(":")
-    builder: BackendBuilder = getattr(import_module(module), attribute)(precision=precision)
-    return builder
+    module, attribute = BUILDERS[options.name].split(":")
+    builder: type[BackendBuilder] = getattr(import_module(module), attribute)
+    return builder.make(options)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import Self
 
 import onnx_ir as ir
 
+from builder.backends import BackendOptions, EngineBuilt
 from builder.export import Graph, state_names
 from builder.passes.base import AttachWeights, KeepOutputs, apply
 from builder.passes.cpu import FixBatch, SlotsToBindings
@@ -23,9 +25,15 @@ DEBUG_OUTPUTS = frozenset({"hidden", "base", "corrected"})
 class OrtCpu:
     """See `builder.backends.BackendBuilder`. With `debug`, engines keep `DEBUG_OUTPUTS`."""
 
+    built: tuple[EngineBuilt, ...] = ()
+
     def __init__(self, debug: bool = False, precision: str = "f32") -> None:
         self.debug = debug
         self.precision = precision
+
+    @classmethod
+    def make(cls, options: BackendOptions) -> Self:
+        return cls(precision=options.precision)
 
     def compile(
         self, graphs: Mapping[str, Graph], weights: WeightIndex, limits: Limits, dest: Path
@@ -55,6 +63,9 @@ class OrtCpu:
             ],
         )
 
+    def compile_seconds(self, target: TargetSpec, limits: Limits) -> float:
+        return 0.2
+
     def state(self, target: TargetSpec, drafter: DrafterSpec, limits: Limits) -> tuple[StateTensor, ...]:
         """Every state buffer, without its leading slot axis."""
         names = state_names(target, drafter)
@@ -67,6 +78,10 @@ class OrtCpu:
             *(StateTensor(n, "ring", ring, "float32") for n in names["seed"]),
             StateTensor("taps", "taps", taps, "float32"),
         )
+
+    def working_bytes(self, target: TargetSpec, limits: Limits, state: Sequence[StateTensor]) -> int:
+        """What ONNX Runtime's arena takes is its own affair."""
+        return 0
 
     def loaded_bytes(self, graphs: Mapping[str, Graph], weights: WeightIndex) -> int:
         """A graph packs its matrices, an lm_head besides the embedding that it equals; the graph's batches share them

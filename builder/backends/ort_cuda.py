@@ -7,11 +7,13 @@ the library that runs them is the user's.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Self
 
 import onnx_ir as ir
 
+from builder.backends import BackendOptions, EngineBuilt
 from builder.export import Graph, state_names
 from builder.passes.base import KeepOutputs, apply
 from builder.passes.cuda import DTYPES, AttachBodies, FuseBestToken, SizeState, TapsInSlots, WeightsToInputs, cache_rows
@@ -32,8 +34,14 @@ _DEBUG_OUTPUTS = frozenset({"hidden", "base", "corrected"})
 class OrtCuda:
     """See `builder.backends.BackendBuilder`."""
 
+    built: tuple[EngineBuilt, ...] = ()
+
     def __init__(self, precision: str = "f32") -> None:
         self.precision = precision
+
+    @classmethod
+    def make(cls, options: BackendOptions) -> Self:
+        return cls(precision=options.precision)
 
     def compile(
         self, graphs: Mapping[str, Graph], weights: WeightIndex, limits: Limits, dest: Path
@@ -50,7 +58,7 @@ class OrtCuda:
         for name, model in written.items():
             ir.save(model, dest / f"{name}.onnx")
             engines += [EngineFile(name, batch, f"{name}.onnx") for batch in limits.batches]
-        _write_index(dest / WEIGHTS_INDEX_NAME, weights)
+        write_weights_index(dest, weights)
         return tuple(engines)
 
     def lower(self, graph: Graph, weights: WeightIndex, limits: Limits, sample: bool = False) -> ir.Model:
@@ -74,6 +82,9 @@ class OrtCuda:
             ],
         )
 
+    def compile_seconds(self, target: TargetSpec, limits: Limits) -> float:
+        return 0.2
+
     def state(self, target: TargetSpec, drafter: DrafterSpec, limits: Limits) -> tuple[StateTensor, ...]:
         """Every state buffer, without its leading slot axis."""
         names, dtype = state_names(target, drafter), ACTIVATIONS[self.precision]
@@ -86,6 +97,10 @@ class OrtCuda:
             StateTensor("taps", "taps", taps, taps_dtype(self.precision)),
         )
 
+    def working_bytes(self, target: TargetSpec, limits: Limits, state: Sequence[StateTensor]) -> int:
+        """Buffers for the logits of a verification, and for q and noise of a draft, of the largest batch."""
+        return 4 * limits.batches[-1] * target.vocab_size * (3 * limits.block_size + 1)
+
     def loaded_bytes(self, graphs: Mapping[str, Graph], weights: WeightIndex) -> int:
         """The weights file once: every graph binds the same buffer."""
         return weights.bytes
@@ -94,8 +109,8 @@ class OrtCuda:
         return Backend("ort-cuda", "onnxruntime-gpu", LIBRARY_VERSION, "any", self.precision)
 
 
-def _write_index(path: Path, weights: WeightIndex) -> None:
-    """What a session needs to bind weights, whose types numpy may lack."""
+def write_weights_index(dest: Path, weights: WeightIndex) -> None:
+    """``weights.json``: what a session needs to bind weights, whose types numpy may lack."""
     entries = [
         {"name": name, "offset": weight.offset, "shape": list(weight.shape), "dtype": weight.dtype}
         for name, weight in sorted(weights.weights.items())
@@ -103,4 +118,5 @@ def _write_index(path: Path, weights: WeightIndex) -> None:
     unknown = {entry["dtype"] for entry in entries} - DTYPES.keys()
     if unknown:
         raise RuntimeError(f"weights of types {sorted(map(str, unknown))}")
+    path = dest / WEIGHTS_INDEX_NAME
     path.write_text(json.dumps({"weights": entries}, indent=1) + "\n", encoding="ascii", newline="\n")

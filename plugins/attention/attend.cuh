@@ -6,14 +6,15 @@
 
 namespace dspark {
 
-// Shared memory of a thread block, in the order of the members.
-template <typename T, typename Tile, int D>
+// Shared memory of a thread block, in the order of the members. Stages 2: a tile is on its way while the one before is
+// used. Stages 1 is for GPUs that have no room for two.
+template <typename T, typename Tile, int D, int Stages>
 struct Shared {
   static constexpr int kColumns = D < 32 ? D : 32;  // of a slice, in which the warps' values are added up
   static constexpr int kSliceStride = kColumns + 8;
 
   T q[Tile::kQueries * Tile::kStride];
-  T kv[2][2][Tile::kTile * Tile::kStride];  // two stages of K and V
+  T kv[Stages][2][Tile::kTile * Tile::kStride];  // K and V
   float slice[kWarps][Tile::kQueries * kSliceStride];
   float scratch[kWarps][Tile::kScratch + (Tile::kScratch == 0)];
   float maximum[kWarps][Tile::kQueries], sum[kWarps][Tile::kQueries];
@@ -84,7 +85,7 @@ __device__ void load_tile(const AttentionArgs<T>& a, const VisibleRows& visible,
 
 // Query m of a tile of queries is (m0 + m) % group of the heads that share kv_head, at row (m0 + m) / group.
 template <typename T, typename Tile, int D>
-__device__ void load_queries(const AttentionArgs<T>& a, int b, int kv_head, int m0, Shared<T, Tile, D>& shared) {
+__device__ void load_queries(const AttentionArgs<T>& a, int b, int kv_head, int m0, T* queries) {
   constexpr int kPairs = D < 64 ? 1 : D / 64;
   constexpr int kBatch = D == 256 ? 1 : 4;  // rows of a warp whose loads are in flight together
   const int group = a.group(), half = a.head_dim / 2, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -102,7 +103,7 @@ __device__ void load_queries(const AttentionArgs<T>& a, int b, int kv_head, int 
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
       const int m = m0 + first + i;
-      T* const to = &shared.q[(first + i) * Tile::kStride];
+      T* const to = &queries[(first + i) * Tile::kStride];
       const bool valid = m < a.width * group;
       for (int c = lane; c < D; c += 32) {
         if (c >= a.head_dim || !valid) to[c] = from_float<T>(0.f);
@@ -116,9 +117,9 @@ __device__ void load_queries(const AttentionArgs<T>& a, int b, int kv_head, int 
 }
 
 // Values of a split, added up over the warps, in slices of columns; a thread holds every kThreads-th of a slice's.
-template <typename T, typename Tile, int D>
+template <typename T, typename Tile, int D, int Stages>
 struct Merged {
-  using Memory = Shared<T, Tile, D>;
+  using Memory = Shared<T, Tile, D, Stages>;
   static constexpr int kSlices = D / Memory::kColumns;
   static constexpr int kItems = Tile::kQueries * Memory::kColumns / kThreads;
 
@@ -186,11 +187,12 @@ struct Merged {
 };
 
 // Grid: (thread blocks that share the splits, tiles of queries, batch · kv_heads).
-template <typename T, int D, int Queries>
+template <typename T, int D, int Queries, int Stages>
 __global__ void __launch_bounds__(kThreads, 2) attend(const AttentionArgs<T> a) {
   using Tile = WarpTile<T, D, Queries>;
+  using Memory = Shared<T, Tile, D, Stages>;
   extern __shared__ __align__(16) unsigned char memory[];
-  auto& shared = *reinterpret_cast<Shared<T, Tile, D>*>(memory);
+  auto& shared = *reinterpret_cast<Memory*>(memory);
   const int b = blockIdx.z / a.kv_heads, kv_head = blockIdx.z % a.kv_heads, group = a.group();
   const int m0 = blockIdx.y * Queries, all = a.width * group, warp = threadIdx.x / 32;
   const int queries = all - m0 < Queries ? all - m0 : Queries;
@@ -207,10 +209,12 @@ __global__ void __launch_bounds__(kThreads, 2) attend(const AttentionArgs<T> a) 
     load_tile<T, Tile, D>(a, visible, b, kv_head, now.row, shared.kv[0]);
     copy_async_commit();
     next.next(a, visible, Tile::kTile, step);
-    if (next.valid) load_tile<T, Tile, D>(a, visible, b, kv_head, next.row, shared.kv[1]);
-    copy_async_commit();
+    if constexpr (Stages == 2) {
+      if (next.valid) load_tile<T, Tile, D>(a, visible, b, kv_head, next.row, shared.kv[1]);
+      copy_async_commit();
+    }
   }
-  load_queries<T, Tile, D>(a, b, kv_head, m0, shared);
+  load_queries<T, Tile, D>(a, b, kv_head, m0, shared.q);
   if (threadIdx.x < Queries) {
     const int m = threadIdx.x;
     const int64_t last = start + (m0 + m) / group;
@@ -219,7 +223,7 @@ __global__ void __launch_bounds__(kThreads, 2) attend(const AttentionArgs<T> a) 
     shared.merged_sum[m] = 0.f;
   }
 
-  Merged<T, Tile, D> merged;
+  Merged<T, Tile, D, Stages> merged;
 #pragma unroll
   for (auto& slice : merged.values) {
 #pragma unroll
@@ -227,8 +231,8 @@ __global__ void __launch_bounds__(kThreads, 2) attend(const AttentionArgs<T> a) 
   }
   Tile tile;
   tile.clear();
-  for (int stage = 0; now.valid; stage ^= 1) {
-    copy_async_wait<1>();
+  for (int stage = 0; now.valid; stage ^= Stages - 1) {
+    copy_async_wait<Stages - 1>();
     __syncthreads();
     const int mine = warp * Tile::kRows;
     tile.step(shared.q, &shared.kv[stage][0][mine * Tile::kStride], &shared.kv[stage][1][mine * Tile::kStride],
@@ -236,7 +240,8 @@ __global__ void __launch_bounds__(kThreads, 2) attend(const AttentionArgs<T> a) 
     __syncthreads();
     TileWalk after = next;
     if (next.valid) after.next(a, visible, Tile::kTile, step);
-    if (after.valid) load_tile<T, Tile, D>(a, visible, b, kv_head, after.row, shared.kv[stage]);
+    const TileWalk& coming = Stages == 2 ? after : next;
+    if (coming.valid) load_tile<T, Tile, D>(a, visible, b, kv_head, coming.row, shared.kv[stage]);
     copy_async_commit();
     if (!next.valid || next.split != now.split) {
       const int64_t rows = int64_t{a.batch} * a.kv_heads * all;
@@ -249,10 +254,10 @@ __global__ void __launch_bounds__(kThreads, 2) attend(const AttentionArgs<T> a) 
   if (a.part_values != nullptr) return;
   __syncthreads();
 #pragma unroll
-  for (int slice = 0; slice < Merged<T, Tile, D>::kSlices; ++slice) {
+  for (int slice = 0; slice < merged.kSlices; ++slice) {
 #pragma unroll
-    for (int item = 0; item < Merged<T, Tile, D>::kItems; ++item) {
-      const int m = merged.query(item), c = slice * Shared<T, Tile, D>::kColumns + merged.column();
+    for (int item = 0; item < merged.kItems; ++item) {
+      const int m = merged.query(item), c = slice * Memory::kColumns + merged.column();
       if (m >= queries || c >= a.head_dim) continue;
       const int row = (m0 + m) / group, head = kv_head * group + (m0 + m) % group;
       const float sum = shared.merged_sum[m];

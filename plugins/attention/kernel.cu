@@ -52,15 +52,18 @@ constexpr int wide_tile(int head_dim) {
   return sizeof(T) == 4 || head_dim == 256 ? 16 : 32;
 }
 
-template <typename T, int D, int Queries>
+template <typename T, int D, int Queries, int Stages>
 int launch_attend(const AttentionArgs<T>& a, const Plan& plan, cudaStream_t stream) {
-  const size_t bytes = sizeof(Shared<T, WarpTile<T, D, Queries>, D>);
+  constexpr int bytes = sizeof(Shared<T, WarpTile<T, D, Queries>, D, Stages>);
+  if constexpr (Stages == 2 && bytes > kLeastShared) {
+    if (bytes > shared_limit()) return launch_attend<T, D, Queries, 1>(a, plan, stream);
+  }
   const cudaError_t error =
-      cudaFuncSetAttribute(attend<T, D, Queries>, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
+      cudaFuncSetAttribute(attend<T, D, Queries, Stages>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (error != cudaSuccess) return static_cast<int>(error);
   const dim3 grid(static_cast<unsigned>(plan.sharing), static_cast<unsigned>(ceil_div(a.width * a.group(), Queries)),
                   static_cast<unsigned>(a.batch * a.kv_heads));
-  attend<T, D, Queries><<<grid, kThreads, bytes, stream>>>(a);
+  attend<T, D, Queries, Stages><<<grid, kThreads, bytes, stream>>>(a);
   if (const int failed = launch_status()) return failed;
   if (plan.sharing == 1) return 0;
   const int64_t queries = int64_t{a.batch} * a.width * a.heads;
@@ -71,8 +74,8 @@ int launch_attend(const AttentionArgs<T>& a, const Plan& plan, cudaStream_t stre
 
 template <typename T, int D>
 int launch_for(const AttentionArgs<T>& a, const Plan& plan, cudaStream_t stream) {
-  return plan.queries == 16 ? launch_attend<T, D, 16>(a, plan, stream)
-                            : launch_attend<T, D, wide_tile<T>(D)>(a, plan, stream);
+  return plan.queries == 16 ? launch_attend<T, D, 16, 2>(a, plan, stream)
+                            : launch_attend<T, D, wide_tile<T>(D), 2>(a, plan, stream);
 }
 
 template <typename T>

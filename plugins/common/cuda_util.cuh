@@ -35,6 +35,20 @@ int with_dtype(int dtype, F&& launch) {
 
 inline int launch_status() { return static_cast<int>(cudaGetLastError()); }
 
+// Bytes of shared memory that a thread block may have, on the device in use: at least `kLeastShared` from sm_80 on.
+// DSPARK_SHARED_LIMIT, for tests, takes a large GPU for a small one.
+constexpr int kLeastShared = 99 << 10;
+inline int shared_limit() {
+#ifdef DSPARK_SHARED_LIMIT
+  return DSPARK_SHARED_LIMIT;
+#else
+  int device = 0, bytes = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  return bytes;
+#endif
+}
+
 template <typename I>
 __host__ __device__ constexpr I ceil_div(I a, I b) {
   return (a + b - 1) / b;

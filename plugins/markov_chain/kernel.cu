@@ -43,10 +43,17 @@ const Device& device() {
     int id = 0;
     cudaGetDevice(&id);
     cudaDeviceGetAttribute(&d.multiprocessors, cudaDevAttrMultiProcessorCount, id);
-    cudaDeviceGetAttribute(&d.shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, id);
+    d.shared = shared_limit();
     return d;
   }();
   return found;
+}
+
+// Whether a kernel was compiled for a GPU that launches one beside the end of another (Hopper or later): it waits then.
+template <typename Kernel>
+bool waits(Kernel kernel) {
+  cudaFuncAttributes attributes{};
+  return cudaFuncGetAttributes(&attributes, kernel) == cudaSuccess && attributes.ptxVersion >= 90;
 }
 
 template <typename T, int Tiles>
@@ -71,7 +78,8 @@ int launch_mma(const Step& step, const T* w2, const Mixed<T>& from, cudaStream_t
   config.stream = stream;
   config.attrs = &beside_last;
   // The first step follows no kernel of this chain.
-  config.numAttrs = from.before == nullptr ? 0 : 1;
+  static const bool beside = waits(score_mma<T, Tiles>);
+  config.numAttrs = from.before != nullptr && beside ? 1 : 0;
   return static_cast<int>(cudaLaunchKernelEx(&config, score_mma<T, Tiles>, step, w2, from, rows));
 }
 

@@ -68,10 +68,19 @@ __device__ inline void keep_best(const Step& step, int row, float value, int64_t
   }
 }
 
-// Until then, a kernel that was launched beside the end of the one before may only read what nothing writes.
-__device__ inline void wait_for_last_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+// Until then, a kernel that was launched beside the end of the one before may only read what nothing writes. GPUs before
+// Hopper launch none so.
+__device__ inline void wait_for_last_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
 // The next kernel may start beside this one's end.
-__device__ inline void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;"); }
+__device__ inline void let_next_kernel_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
 __device__ inline void prefetch(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
 
 // Tiles is the number of 8-row tiles that hold the batch.
