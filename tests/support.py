@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+import struct
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -176,3 +177,16 @@ def target_rows(ids: NDArray[np.int64], start: NDArray[np.int64], slot: NDArray[
 def seed_rows(start: NDArray[np.int64], count: int, slot: NDArray[np.int64]) -> SeedRows:
     """`count` tap rows of each slot."""
     return SeedRows(start, np.full(len(slot), count), slot)
+
+
+def kernel_library(path: Path, elf: Sequence[int] = (86, 89, 120), ptx: Sequence[int] = ()) -> Path:
+    """A file that looks like a library of kernels to whoever builds a bundle: with code for those architectures, which
+    is none."""
+    entries = b"".join(
+        struct.pack("<HHIQIIIIQ16x8x", kind, 0x101, 64, 8, 0, 0, 0x10008, number, 0x11) + b"\0" * 8
+        for kind, numbers in ((2, elf), (1, ptx))
+        for number in numbers
+    )
+    fat_binary = struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(entries)) + entries
+    path.write_bytes(b"\x7fELF" + b"\0" * 60 + b"dspark_markov_chain\0" + fat_binary + b"\0" * 64)
+    return path

@@ -66,13 +66,18 @@ def stages(monkeypatch: pytest.MonkeyPatch) -> Stages:
         compile=compile_engines,
         state=state_tensors,
         loaded_bytes=lambda graphs, weights: weights.bytes,
+        working_bytes=lambda target, limits, state: 0,
+        compile_seconds=lambda target, limits: 0.2,
+        built=(),
         describe=lambda: Backend("ort-cpu", "onnxruntime", "1.20.0", "any", ""),
     )
     stand_ins = {
         "checkpoints": SimpleNamespace(load_target=load_target, load_drafter=load_drafter),
         "weights": SimpleNamespace(write_weights=write_weights),
         "export": SimpleNamespace(export_graphs=export_graphs),
-        "backends": SimpleNamespace(check=backends.check, get=lambda name, precision: backend),
+        "backends": SimpleNamespace(
+            check=backends.check, get=lambda options: backend, BackendOptions=backends.BackendOptions
+        ),
         "vectors": SimpleNamespace(record=record),
     }
     for name, module in stand_ins.items():

@@ -9,10 +9,11 @@ from importlib import import_module
 import pytest
 
 from builder import backends
+from builder.backends import BackendOptions
 from builder.backends.ort_cpu import OrtCpu
 from runtime.errors import BackendUnavailable
 from runtime.libraries import BACKENDS, SUPPORTED
-from runtime.manifest import Limits
+from runtime.manifest import Limits, Serving
 from tests.examples import DRAFTER, TARGET
 
 
@@ -22,15 +23,31 @@ def test_every_supported_back_end_has_its_builder() -> None:
     for path in backends.BUILDERS.values():
         module, name = path.split(":")
         assert hasattr(import_module(module), name)
-    assert isinstance(backends.get("ort-cpu", "f32"), OrtCpu)
-    assert backends.get("ort-cuda", "bf16").describe().precision == "bf16"
+    serving = Serving(4, 0.0)
+    assert isinstance(backends.get(BackendOptions("ort-cpu", "f32", serving)), OrtCpu)
+    assert backends.get(BackendOptions("ort-cuda", "bf16", serving)).describe().precision == "bf16"
 
 
-@pytest.mark.parametrize("name", ["tensorrt", "quantum"])
-def test_a_back_end_this_version_lacks(name: str) -> None:
+def test_a_back_end_this_version_lacks() -> None:
     with pytest.raises(BackendUnavailable) as caught:
-        backends.check(name)
-    assert str(caught.value).endswith(f"expected ort-cpu or ort-cuda; found {name}. Pass --backend ort-cpu")
+        backends.check("quantum")
+    expected = "expected ort-cpu or ort-cuda or tensorrt or tensorrt-rtx; found quantum. Pass --backend ort-cpu"
+    assert str(caught.value).endswith(expected)
+
+
+def test_half_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runtime.libraries._LIBRARY_FOLDERS", ())
+    monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
+    there: dict[str, str] = {}
+    monkeypatch.setattr(backends, "installed", there.get)
+    with pytest.raises(BackendUnavailable, match=r"its library is not installed; .* pip install tensorrt$"):
+        backends.check("tensorrt")
+    there["tensorrt-rtx-cu13-bindings"] = "1.7.1"
+    remedy = r"lack the library itself; expected tensorrt-rtx-cu13-libs\. pip install tensorrt-rtx-cu13-libs==1\.7\.1$"
+    with pytest.raises(BackendUnavailable, match=remedy):
+        backends.check("tensorrt-rtx")
+    there["tensorrt-rtx-cu13-libs"] = "1.7.1"
+    backends.check("tensorrt-rtx")
 
 
 def test_a_library_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:

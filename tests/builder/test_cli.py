@@ -91,7 +91,8 @@ def test_existing_bundle(stages: Stages, tmp_path: Path, capsys: pytest.CaptureF
         (["--max-seq-len", "1"], "--max-seq-len: is out of bounds"),
         (["--profile", "fast"], "--profile fast: no such profile"),
         (["--precision", "int3"], "--precision: can't be built for ort-cpu; expected f32; found 'int3'"),
-        (["--backend", "tensorrt"], "--backend tensorrt: this version can't build for it; expected ort-cpu"),
+        (["--backend", "quantum"], "--backend quantum: this version can't build for it; expected ort-cpu"),
+        (["--backend", "ort-cuda", "--gpu", "sm89"], "--gpu: engines of ort-cuda are for no GPU in particular"),
         (["--target", "/absent/target"], "/absent/target: no such file or directory. Check the path"),
     ],
 )
