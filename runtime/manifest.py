@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
@@ -135,6 +136,11 @@ class StateTensor:
     kind: str
     shape: tuple[int, ...]
     dtype: str
+
+
+def state_bytes(tensor: StateTensor, slots: int) -> int:
+    """Bytes of a state buffer with so many slots."""
+    return slots * math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype]
 
 
 @dataclass(frozen=True)

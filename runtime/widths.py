@@ -33,6 +33,11 @@ class Widths:
             draft=_ascending(usual, block),
         )
 
+    def of_stage(self, stage: str) -> tuple[int, ...]:
+        """Of a stage of `runtime.engine_records.STAGES`."""
+        named = {"verify": self.verify, "prefill": self.prefill, "seed": self.seed}
+        return named.get(stage, self.draft)
+
 
 def smallest(sizes: Sequence[int], least: int) -> int:
     """The smallest of ascending sizes that is enough. Raises RequestError when none is."""
