@@ -1,25 +1,29 @@
 """Does drafting pay on this machine? A short greedy answer with and without drafts, in turn, on one engine.
 
-Both answers are of the same prompt and length, so that they differ in nothing but the drafts. How many of them are
-accepted depends on the prompt, and of the random ids in a bundle's vectors fewer are than of a conversation; what a
-round costs doesn't depend on it, and `Timing.pays_from` is that alone.
+Both answers are of the same prompt and length, so that they differ in nothing but the drafts. How many of those are
+accepted depends on the prompt: of a question in words far more than of the random ids in a bundle's vectors, which have
+to do where there is no tokenizer. What a round costs doesn't depend on it, and `Timing.pays_from` is that alone.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Literal
 
 from runtime.engine import Engine
+from runtime.errors import RequestError
 from runtime.manifest import Limits
 from runtime.request import Request
 from runtime.result import Result
 from runtime.scheduler import FifoScheduler
 from runtime.slots import SlotTable
+from runtime.text import Tokenizer
 
+QUESTION = "Why is the sky blue? Answer in a few sentences."
 TOKENS = 32
 """Of an answer, where the sequence has room for them."""
 LEAST_TOKENS = 8
@@ -39,6 +43,33 @@ _WORDS: Mapping[Verdict, str] = {
 
 
 @dataclass(frozen=True)
+class Prompt:
+    """What is answered, and whether that is `QUESTION`, or else random ids."""
+
+    ids: tuple[int, ...]
+    words: bool
+
+    @staticmethod
+    def of(tokenizer: Tokenizer | None, limits: Limits, ids: Sequence[int]) -> Prompt:
+        """The question through the chat template, or bare without one; `ids` where it can't be asked, or leaves too
+        little room for an answer."""
+        if tokenizer is not None:
+            for encode in (
+                lambda: tokenizer.encode_chat([{"role": "user", "content": QUESTION}]),
+                lambda: tokenizer.encode_text(QUESTION),
+            ):
+                with suppress(RequestError):
+                    asked = Prompt(tuple(encode()), True)
+                    if asked.ids and asked.room(limits) >= LEAST_TOKENS:
+                        return asked
+        return Prompt(tuple(ids), False)
+
+    def room(self, limits: Limits) -> int:
+        """How many tokens an answer has; fewer than `LEAST_TOKENS` are not to be timed."""
+        return min(TOKENS, limits.max_seq_len - len(self.ids))
+
+
+@dataclass(frozen=True)
 class Parting:
     """The first token that two answers don't share, the first being 0, and how far the best two logits of plain
     decoding are apart there."""
@@ -54,10 +85,12 @@ class Parting:
 
 @dataclass(frozen=True)
 class Timing:
-    """`tokens` is the length of each answer, of which `pairs` were timed, and `max_draft` the most drafts a round.
+    """`words`: the prompt was a question, not random ids. `tokens` is the length of each answer, of which `pairs` were
+    timed, and `max_draft` the most drafts a round.
     `tokens_per_round` is τ. `speculative` and `plain` are tokens a second after the first token, medians.
     `parted` is None where both answers are the same."""
 
+    words: bool
     tokens: int
     pairs: int
     max_draft: int
@@ -83,8 +116,9 @@ class Timing:
         return "pays" if self.speedup > 1 else "costs"
 
     def line(self) -> str:
+        on = "" if self.words else " on random ids"
         return (
-            f"{self.tokens_per_round:.1f} tokens a round, {self.speedup:.2f}x of plain decoding "
+            f"{self.tokens_per_round:.1f} tokens a round{on}, {self.speedup:.2f}x of plain decoding "
             f"({self.speculative:.1f} against {self.plain:.1f} tokens/s): "
             f"{_WORDS[self.verdict].format(f'{self.pays_from:.1f} tokens a round')}"
         )
@@ -92,6 +126,7 @@ class Timing:
     def facts(self) -> dict[str, object]:
         """With stable keys, for programs."""
         return {
+            "prompt": "question" if self.words else "random ids",
             "tokens": self.tokens,
             "pairs": self.pairs,
             "max_draft": self.max_draft,
@@ -120,12 +155,7 @@ def scheduler(limits: Limits) -> Unshared:
     return Unshared(table, prefill_chunk=chunk, prefill_budget=chunk, max_batch=limits.batches[-1])
 
 
-def room(limits: Limits, prompt: Sequence[int]) -> int:
-    """How many tokens an answer to `prompt` has; fewer than `LEAST_TOKENS` are not to be timed."""
-    return min(TOKENS, limits.max_seq_len - len(prompt))
-
-
-def measure(engine: Engine, prompt: Sequence[int], clock: Callable[[], float] = time.perf_counter) -> Timing:
+def measure(engine: Engine, prompt: Prompt, clock: Callable[[], float] = time.perf_counter) -> Timing:
     """Time answers to `prompt` on an engine that serves nobody else, its scheduler being of `scheduler`.
 
     Drafts are those of the bundle's defaults, of the whole block where it drafts none, and never adapted: the question
@@ -135,12 +165,10 @@ def measure(engine: Engine, prompt: Sequence[int], clock: Callable[[], float] = 
         ServingError: a call that failed.
     """
     manifest = engine.bundle.manifest
-    tokens = room(manifest.limits, prompt)
+    tokens = prompt.room(manifest.limits)
     drafts = manifest.serving.max_draft or manifest.limits.block_size
 
-    drafting = Request(
-        prompt_ids=tuple(prompt), max_new_tokens=tokens, ignore_eos=True, max_draft=drafts, adaptive=False
-    )
+    drafting = Request(prompt_ids=prompt.ids, max_new_tokens=tokens, ignore_eos=True, max_draft=drafts, adaptive=False)
     plainly = replace(drafting, speculate=False)
     # Sizes that run for the first time are loaded, captured or packed then.
     speculative, _ = _timed(engine, drafting, clock)
@@ -153,6 +181,7 @@ def measure(engine: Engine, prompt: Sequence[int], clock: Callable[[], float] = 
         for request in (drafting, plainly) if pair % 2 == 0 else (plainly, drafting):
             rates[request.speculate].append(_timed(engine, request, clock)[1])
     return Timing(
+        words=prompt.words,
         tokens=tokens,
         pairs=len(rates[True]),
         max_draft=drafts,

@@ -24,7 +24,7 @@ from runtime.manifest import REBUILD, Limits
 from runtime.randomness import gumbel
 from runtime.sessions import open_session
 from runtime.sessions.base import DraftRows, SeedRows, Session, TargetRows
-from runtime.timing import Timing
+from runtime.timing import Prompt, Timing
 
 VECTORS_NAME = "vectors.npz"
 
@@ -142,13 +142,13 @@ def run(path: str | PathLike[str], check: Check = "full", threads: int | None = 
         session.close()
 
 
-def _timed(report: Report, bundle: Bundle, session: Session, prompt: list[int]) -> Report:
-    """The report with a timing, of which float32 makes another stage."""
+def _timed(report: Report, bundle: Bundle, session: Session, ids: list[int]) -> Report:
+    """The report with a timing, of which float32 makes another stage. `ids` are asked where words can't be."""
     limits = bundle.manifest.limits
-    room = timing.room(limits, prompt)
-    if room < timing.LEAST_TOKENS:
-        return replace(report, untimed=f"after the prompt of the vectors there is room for {room} tokens only")
     engine = Engine(bundle.path, check="quick", session=session, scheduler=timing.scheduler(limits))
+    prompt = Prompt.of(engine.tokenizer, limits, ids)
+    if prompt.room(limits) < timing.LEAST_TOKENS:
+        return replace(report, untimed=f"after the prompt there is room for {prompt.room(limits)} tokens only")
     found = timing.measure(engine, prompt)
     precision = bundle.manifest.backend.precision
     tied = found.parted is not None and found.parted.gap <= TOLERANCE[precision].margin

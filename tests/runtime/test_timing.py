@@ -15,7 +15,8 @@ from runtime.engine import Engine
 from runtime.manifest import Limits, Manifest
 from runtime.request import Request
 from runtime.result import Piece, Result, StatsRecorder
-from runtime.timing import Parting, Timing, measure, room, scheduler
+from runtime.text import Tokenizer
+from runtime.timing import QUESTION, Parting, Prompt, Timing, measure, scheduler
 from tests.support import tiny_prompts
 
 PROMPT = tuple(range(10))
@@ -61,7 +62,7 @@ class Answers:
 
 
 def run(engine: Answers) -> Timing:
-    return measure(engine, PROMPT, engine.clock)  # type: ignore[arg-type]
+    return measure(engine, Prompt(PROMPT, True), engine.clock)  # type: ignore[arg-type]
 
 
 def seconds(drafting: float, plain: float) -> dict[bool, Sequence[float]]:
@@ -73,7 +74,7 @@ def test_medians_of_answers_in_turn(manifest: Manifest) -> None:
     """31 tokens after the first: 11 rounds of 3 with drafts, the last cut, 31 of 1 without."""
     engine = Answers(manifest, 3, seconds(0.025, 0.05))
     found = run(engine)
-    assert found == Timing(32, 3, 3, 31 / 11, pytest.approx(31 / 11 / 0.025), pytest.approx(20.0), None)
+    assert found == Timing(True, 32, 3, 3, 31 / 11, pytest.approx(31 / 11 / 0.025), pytest.approx(20.0), None)
     assert found.speedup == pytest.approx(31 / 11 / 0.025 * 0.05)
     assert found.pays_from == pytest.approx(0.5)  # a round costs as much as half a plain token
     order = [request.speculate for request in engine.asked]
@@ -113,7 +114,7 @@ def test_verdict(manifest: Manifest, drafting: float, verdict: str, text: str) -
     assert found.line() == text
     facts = found.facts()
     assert facts["verdict"] == verdict
-    keys = "max_draft pairs parted pays_from plain_tokens_per_second speculative_tokens_per_second speedup"
+    keys = "max_draft pairs parted pays_from plain_tokens_per_second prompt speculative_tokens_per_second speedup"
     assert " ".join(sorted(facts)) == f"{keys} tokens tokens_per_round verdict"
 
 
@@ -140,9 +141,30 @@ def test_a_bundle_that_drafts_nothing_is_timed_with_its_block(manifest: Manifest
     assert run(engine).max_draft == 4
 
 
+def test_random_ids_are_said_to_be_some(manifest: Manifest) -> None:
+    engine = Answers(manifest, 3, seconds(0.02, 0.01))
+    found = measure(engine, Prompt(PROMPT, False), engine.clock)  # type: ignore[arg-type]
+    assert found.line().startswith("2.8 tokens a round on random ids, 1.41x of plain decoding (")
+    assert found.facts()["prompt"] == "random ids"
+    assert replace(found, words=True).facts()["prompt"] == "question"
+
+
 def test_room() -> None:
     limits = Limits((1,), 1, 16, 64, 4, 8)
-    assert [room(limits, [0] * length) for length in (8, 32, 33, 60)] == [32, 32, 31, 4]
+    assert [Prompt((0,) * length, False).room(limits) for length in (8, 32, 33, 60)] == [32, 32, 31, 4]
+
+
+def test_a_question_is_asked_where_there_are_words(talking_bundle: Path) -> None:
+    tokenizer = Tokenizer(talking_bundle)
+    limits = Limits((1,), 1, 64, 128, 7, 4)
+    chat = tokenizer.encode_chat([{"role": "user", "content": QUESTION}])
+    assert Prompt.of(tokenizer, limits, [5]) == Prompt(tuple(chat), True)
+    tokenizer.chat_template = None
+    bare = tokenizer.encode_text(QUESTION)
+    assert len(bare) < len(chat)
+    assert Prompt.of(tokenizer, limits, [5]) == Prompt(tuple(bare), True)
+    assert Prompt.of(tokenizer, replace(limits, max_seq_len=len(bare) + 7), [5]) == Prompt((5,), False)
+    assert Prompt.of(None, limits, [5]) == Prompt((5,), False)
 
 
 def test_a_real_engine(tiny_bundle: Callable[..., Path]) -> None:
@@ -151,7 +173,7 @@ def test_a_real_engine(tiny_bundle: Callable[..., Path]) -> None:
     with Engine(path, check="quick", threads=1) as probe:
         limits = probe.bundle.manifest.limits
     with Engine(path, check="quick", threads=1, scheduler=scheduler(limits)) as engine:
-        found = measure(engine, prompt)
+        found = measure(engine, Prompt(tuple(prompt), False))
     assert (found.tokens, found.pairs, found.max_draft, found.parted) == (32, 3, 5, None)
     assert 1 <= found.tokens_per_round <= 6
     assert found.speculative > 0 < found.plain

@@ -148,6 +148,7 @@ def test_a_short_answer_is_timed(tiny_bundle: Callable[..., Path]) -> None:
     assert report.passed
     assert report.timing is not None
     assert (report.timing.tokens, report.timing.max_draft, report.timing.parted) == (32, 5, None)
+    assert not report.timing.words
     assert report.stages[-1] == validate.Stage("answer with drafts", 0.0, 0.0)
     lines = report.lines()
     assert lines[-2] == f"speed     {report.timing.line()}"
@@ -156,6 +157,12 @@ def test_a_short_answer_is_timed(tiny_bundle: Callable[..., Path]) -> None:
     assert " ".join(facts) == "passed stages timing untimed"
     assert facts["timing"] == report.timing.facts()
     assert facts["untimed"] is None
+
+
+def test_an_answer_to_a_question_in_words(talking_bundle: Path) -> None:
+    report = validate.run(talking_bundle, threads=1)
+    assert report.timing is not None
+    assert report.timing.words
 
 
 def test_nothing_is_timed_where_a_stage_differs(tiny_bundle: Callable[..., Path], tmp_path: Path) -> None:
@@ -170,10 +177,8 @@ def test_a_prompt_that_fills_the_sequence(tiny_bundle: Callable[..., Path], tmp_
     copy = copy_bundle(tiny_bundle(), tmp_path / "bundle", {validate.VECTORS_NAME: packed(arrays)})
     report = validate.run(copy, threads=1)
     assert report.passed
-    assert report.lines()[-2] == (
-        "speed     not timed: after the prompt of the vectors there is room for 6 tokens only"
-    )
-    assert report.facts()["untimed"] == "after the prompt of the vectors there is room for 6 tokens only"
+    assert report.lines()[-2] == ("speed     not timed: after the prompt there is room for 6 tokens only")
+    assert report.facts()["untimed"] == "after the prompt there is room for 6 tokens only"
 
 
 @pytest.mark.parametrize(
@@ -183,7 +188,7 @@ def test_answers_that_part(
     tiny_bundle: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, precision: str, gap: float, passed: bool
 ) -> None:
     """Which fails in float32 alone, and only where the best two logits aren't nearly tied."""
-    parted = Timing(32, 3, 5, 2.0, 60.0, 40.0, Parting(20, gap))
+    parted = Timing(True, 32, 3, 5, 2.0, 60.0, 40.0, Parting(20, gap))
     monkeypatch.setattr("runtime.timing.measure", lambda engine, prompt: parted)
     monkeypatch.setattr(validate, "open_bundle", lambda path, check: of_precision(open_bundle(path, check), precision))
     report = validate.run(tiny_bundle(), threads=1)
@@ -230,7 +235,7 @@ def run_with(report: validate.Report | BaseException) -> Callable[..., validate.
     ("outcome", "code"),
     [
         (validate.Report((validate.Stage("prefill 0", 1e-5, 1e-3),)), 0),
-        (validate.Report((validate.Stage("prefill 0", 1e-5, 1e-3),), Timing(32, 3, 5, 1.0, 1.0, 2.0, None)), 0),
+        (validate.Report((validate.Stage("prefill 0", 1e-5, 1e-3),), Timing(True, 32, 3, 5, 1.0, 1.0, 2.0, None)), 0),
         (validate.Report((validate.Stage("prefill 0", 1e-2, 1e-3),)), 3),
         (BundleError("bundle", "is damaged"), 1),
         (ServingError("request", "failed"), 1),
