@@ -13,7 +13,7 @@ from builder.profile import DEFAULT_PROFILE, load_profile, override, parse_batch
 from builder.progress import reporter
 from builder.report import BuildReport
 from runtime.__main__ import doctor_command, inspect_command, validate_command
-from runtime.console import terminable
+from runtime.console import VALIDATE_HELP, terminable
 from runtime.libraries import SUPPORTED
 from runtime.machine import human_bytes
 from runtime.manifest import TOKENIZER_FILE, WEIGHTS_NAME
@@ -118,18 +118,20 @@ def weights_command(directory: Path, target: Path, drafter: Path) -> None:
 @click.option(
     "--check", type=_CHECK, default="quick", show_default=True, help="Check the files' hashes, or sizes only."
 )
-def inspect_bundle(directory: Path, as_json: bool, check: str) -> None:
+@click.option("--layers", is_flag=True, help="Open TensorRT engines and list their layers as built; needs their GPU.")
+def inspect_bundle(directory: Path, as_json: bool, check: str, layers: bool) -> None:
     """Tell what a bundle is, needs and can do."""
-    inspect_command(directory, check, as_json)
+    inspect_command(directory, check, as_json, layers)
 
 
-@group.command("validate")
+@group.command("validate", epilog=VALIDATE_HELP)
 @click.argument("directory", type=_DIRECTORY, metavar="DIR")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--check", type=_CHECK, default="full", show_default=True, help="Check the files' hashes, or sizes only.")
-def validate_bundle(directory: Path, as_json: bool, check: str) -> int:
-    """Replay the vectors stored in a bundle; exit 1 when a stage differs."""
-    return validate_command(directory, check, as_json)
+@click.option("--no-timing", is_flag=True, help="Replay the vectors only.")
+def validate_bundle(directory: Path, as_json: bool, check: str, no_timing: bool) -> int:
+    """Replay the vectors stored in a bundle, then time a short answer with and without drafts."""
+    return validate_command(directory, check, as_json, not no_timing)
 
 
 @group.command("doctor")

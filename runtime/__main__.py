@@ -7,11 +7,10 @@ import json
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from runtime.bundle import Check
-from runtime.console import EXIT_ERROR, guarded
+from runtime.console import EXIT_DIFFERS, VALIDATE_CODES, VALIDATE_HELP, guarded
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,10 +24,11 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     for name, text in (
         ("chat", "talk with a bundle in the terminal"),
-        ("validate", "replay the vectors stored in a bundle"),
+        ("validate", "replay the vectors stored in a bundle, then time a short answer with and without drafts"),
         ("inspect", "what a bundle is, needs and can do"),
     ):
-        command = commands.add_parser(name, help=text, description=text)
+        epilog = VALIDATE_HELP if name == "validate" else None
+        command = commands.add_parser(name, help=text, description=text, epilog=epilog)
         command.add_argument("bundle", type=Path, metavar="DIR")
         default = "quick" if name == "inspect" else "full"
         command.add_argument(
@@ -41,6 +41,11 @@ def _parser() -> argparse.ArgumentParser:
             _chat_arguments(command)
         else:
             command.add_argument("--json", action="store_true", help="print JSON")
+        if name == "validate":
+            command.add_argument("--no-timing", dest="timing", action="store_false", help="replay the vectors only")
+        if name == "inspect":
+            text = "open TensorRT engines and list their layers as built; needs their GPU"
+            command.add_argument("--layers", action="store_true", help=text)
     doctor = commands.add_parser("doctor", help="what this machine can build and run")
     doctor.add_argument("--json", action="store_true", help="print JSON")
     return parser
@@ -69,39 +74,41 @@ def _chat(options: argparse.Namespace) -> int:
 
 
 def _validate(options: argparse.Namespace) -> int:
-    return validate_command(options.bundle, options.check, options.json)
+    return validate_command(options.bundle, options.check, options.json, options.timing)
 
 
 def _inspect(options: argparse.Namespace) -> None:
-    inspect_command(options.bundle, options.check, options.json)
+    inspect_command(options.bundle, options.check, options.json, options.layers)
 
 
 def _doctor(options: argparse.Namespace) -> None:
     doctor_command(options.json)
 
 
-def validate_command(path: Path, check: str, as_json: bool) -> int:
-    """Print the report of `runtime.validate.run`; returns 1 when a stage failed."""
-    from runtime import validate
+def validate_command(path: Path, check: str, as_json: bool, timed: bool) -> int:
+    """Print the report of `runtime.validate.run`; returns an exit code of `runtime.console.VALIDATE_HELP`."""
 
-    report = validate.run(path, check=_check(check))
-    if as_json:
-        stages = [{"passed": stage.passed, **asdict(stage)} for stage in report.stages]
-        _print_json({"passed": report.passed, "stages": stages})
-    else:
-        for line in report.lines():
-            print(line)
-    return 0 if report.passed else EXIT_ERROR
+    def run() -> int:
+        from runtime import validate
+
+        report = validate.run(path, check=_check(check), timed=timed)
+        if as_json:
+            _print_json(report.facts())
+        else:
+            print("\n".join(report.lines()))
+        return 0 if report.passed else EXIT_DIFFERS
+
+    return guarded(run, extra="", codes=VALIDATE_CODES)
 
 
-def inspect_command(path: Path, check: str, as_json: bool) -> None:
-    """Print what the bundle at `path` is."""
+def inspect_command(path: Path, check: str, as_json: bool, layers: bool) -> None:
+    """Print what the bundle at `path` is, with `layers` as TensorRT's engine inspector sees them."""
     from runtime import inspect
 
     if as_json:
-        _print_json(inspect.inspect(path, _check(check)))
+        _print_json(inspect.inspect(path, _check(check), layers))
     else:
-        print("\n".join(inspect.describe(path, _check(check))))
+        print("\n".join(inspect.describe(path, _check(check), layers)))
 
 
 def doctor_command(as_json: bool) -> None:

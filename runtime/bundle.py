@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
-from runtime import machine
-from runtime.errors import BackendUnavailable, BundleError
-from runtime.libraries import BACKENDS, SUPPORTED, installed, release
+from runtime.consistency import check_consistency, check_records
+from runtime.engine_records import read_records
+from runtime.errors import BundleError, MemoryShortage
 from runtime.machine import human_bytes
 from runtime.manifest import (
     MANIFEST_NAME,
@@ -29,14 +29,14 @@ from runtime.manifest import (
     loads,
     outside_identity,
 )
+from runtime.preflight import Preflight, preflight
+from runtime.requirements import check_backend
+from runtime.tensorrt_flavours import FLAVOURS
 
 Check = Literal["full", "quick"]
 
 FILL = "Fill it: dspark-build weights DIR --target TARGET --drafter DRAFTER"
 
-_GRAPHS = ("target", "draft", "seed")
-_CUDA_GRAPHS = (*_GRAPHS, "draft_sampled")
-_COUNTS = ("slots", "window", "max_seq_len", "prefill_chunk", "block_size")
 _READ_BYTES = 1 << 20
 _THREADED_BYTES = 64 << 20
 
@@ -78,13 +78,15 @@ def open_bundle(path: str | os.PathLike[str], check: Check = "full", weights: bo
         )
     root = Path(os.path.abspath(name))
     manifest = _read_manifest(root)
-    _check_consistency(manifest, root / MANIFEST_NAME)
+    check_consistency(manifest, root / MANIFEST_NAME)
     if weights and not os.path.lexists(root / WEIGHTS_NAME):
         raise BundleError(root, "has no weights yet", expected=WEIGHTS_NAME, found="none", remedy=FILL)
     files = {name: entry for name, entry in manifest.files.items() if weights or name != WEIGHTS_NAME}
     paths = {name: _locate(root, name, entry) for name, entry in files.items()}
     if check == "full":
         _check_hashes(paths, manifest)
+    if manifest.backend.name in FLAVOURS:
+        check_records(manifest, root)
     return Bundle(root, manifest)
 
 
@@ -108,35 +110,6 @@ def _read_manifest(root: Path) -> Manifest:
         expected, found = f"identity {identity[:12]}…", f"{manifest.identity[:12]}…"
         raise BundleError(where, "was altered after the build", expected=expected, found=found, remedy=REMOVE)
     return manifest
-
-
-def _check_consistency(manifest: Manifest, where: Path) -> None:
-    """Raise BundleError naming the first key whose value no build writes: the runtime relies on all of this."""
-    limits, serving = manifest.limits, manifest.serving
-    batches, block, threshold = limits.batches, limits.block_size, serving.confidence_threshold
-    counts = {f"limits.{name}": getattr(limits, name) for name in _COUNTS} | {
-        "models.vocab_size": manifest.models.vocab_size
-    }
-    ascending = bool(batches) and batches[0] >= 1 and list(batches) == sorted(set(batches))
-    engines = {(engine.graph, engine.batch) for engine in manifest.engines}
-    cuda = manifest.backend.name == "ort-cuda"
-    wanted = [(graph, batch) for graph in (_CUDA_GRAPHS if cuda else _GRAPHS) for batch in batches]
-    absent = [f"{graph} for batch {batch}" for graph, batch in wanted if (graph, batch) not in engines]
-    needed = (WEIGHTS_NAME, *["weights.json"] * cuda, *(engine.file for engine in manifest.engines))
-    unlisted = [name for name in needed if name not in manifest.files]
-    rules: tuple[tuple[str, bool, str, object], ...] = (
-        ("limits.batches", ascending, "ascending numbers from 1", list(batches)),
-        *((key, count >= 1, "1 or more", count) for key, count in counts.items()),
-        ("limits.prefill_chunk", limits.prefill_chunk <= limits.window, "at most the window", limits.prefill_chunk),
-        ("serving.max_draft", 0 <= serving.max_draft <= block, f"0 to {block}", serving.max_draft),
-        ("serving.confidence_threshold", 0 <= threshold <= 1, "0 to 1", threshold),
-        ("engines", not absent, "each graph for each batch", f"no {', '.join(absent[:1])}"),
-        ("files", not unlisted, "the weights and every engine", f"no {', '.join(map(repr, unlisted[:1]))}"),
-        ("state", bool(manifest.state), "a tensor or more", "none"),
-    )
-    for key, holds, expected, found in rules:
-        if not holds:
-            raise BundleError(where, f"key {key!r} is wrong", expected=expected, found=found, remedy=REBUILD)
 
 
 def _locate(root: Path, name: str, entry: FileEntry) -> Path:
@@ -195,53 +168,29 @@ def hash_file(path: Path) -> str:
     return digest.hexdigest()
 
 
+def memory_of(bundle: Bundle, available: int | None = None) -> Preflight:
+    """What `bundle` needs of memory, and what is free; `available` is the memory to count on instead."""
+    records = read_records(bundle.path) if bundle.manifest.backend.name in FLAVOURS else ()
+    return preflight(bundle.manifest, records, available)
+
+
 def check_machine(bundle: Bundle, available: int | None = None) -> None:
-    """Can this machine run `bundle`? Nothing is imported or allocated.
+    """Can this machine run `bundle`? No inference library is imported, and nothing allocated.
 
     `available` is the memory to count on in bytes (default: what the machine tells; unknown memory isn't checked).
-    Raises BackendUnavailable (library missing or too old, back end unknown here) or BundleError (not enough memory).
+
+    Raises:
+        BackendUnavailable: a library that is missing, too old or of another version, no GPU or driver that runs the
+            engines, or a back end that this version doesn't have.
+        MemoryShortage: a BundleError.
     """
-    backend = bundle.manifest.backend
-    where = bundle.path
-    if backend.name not in SUPPORTED:
-        raise BackendUnavailable(
-            where,
-            "its back end can't run in this version",
-            expected=" or ".join(SUPPORTED),
-            found=backend.name,
-            remedy=f"{REBUILD} --backend {SUPPORTED[0]}",
-        )
-    packages = BACKENDS[backend.name].libraries
-    found = next((version for version in map(installed, packages) if version), None)
-    remedy = f"pip install '{packages[0]}>={backend.version}'"
-    if found is None:
-        raise BackendUnavailable(where, f"needs {backend.library}, which is not installed", remedy=remedy)
-    if release(found) < release(backend.version):
-        wanted = f"{backend.library} >= {backend.version}"
-        raise BackendUnavailable(
-            where, f"{backend.library} is older than the build's", expected=wanted, found=found, remedy=remedy
-        )
-    memory = bundle.manifest.memory
-    where_memory = "is free"
-    if BACKENDS[backend.name].architectures:
-        gpus = machine.gpus()
-        if not gpus:
-            raise BackendUnavailable(
-                where,
-                "needs a GPU, and the driver shows none",
-                expected=f"an NVIDIA GPU for {backend.name}",
-                found="none",
-                remedy="Serve it on a machine with a GPU and its driver, or build with --backend ort-cpu",
-            )
-        available, where_memory = gpus[0].memory if available is None else available, "the GPU has"
-    elif available is None:
-        available = machine.available_memory()
-    if available is not None and memory.total > available:
-        limits = bundle.manifest.limits
-        raise BundleError(
-            where,
-            f"needs more memory than {where_memory}",
-            expected=f"{human_bytes(memory.total)} ({limits.slots} slots of {human_bytes(memory.per_slot)})",
-            found=human_bytes(available),
+    check_backend(bundle.path, bundle.manifest.backend)
+    memory = memory_of(bundle, available)
+    if not memory.fits:
+        raise MemoryShortage(
+            bundle.path,
+            f"needs more memory than {'the GPU has' if memory.on == 'gpu' else 'is'} free",
+            expected=f"{human_bytes(memory.total)} ({memory.kinds()}; {bundle.manifest.limits.slots} slots)",
+            found=human_bytes(memory.free or 0),
             remedy=f"{REBUILD} and a smaller --batch, --max-seq-len or --window, or free some memory",
         )

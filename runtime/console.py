@@ -7,13 +7,23 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 
-from runtime.errors import DSparkError
+from runtime.errors import BackendUnavailable, DSparkError, MemoryShortage
 
 EXIT_ERROR, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 130, 143
+
+EXIT_DIFFERS, EXIT_MEMORY, EXIT_MACHINE = 3, 4, 5
+"""Of `validate`, for automation: a stage differs, too little memory is free, or the machine lacks the library, GPU or
+driver."""
+VALIDATE_CODES: Mapping[type[BaseException], int] = {MemoryShortage: EXIT_MEMORY, BackendUnavailable: EXIT_MACHINE}
+VALIDATE_HELP = (
+    f"Exit codes: 0 passed; {EXIT_ERROR} the bundle can't be read or served; 2 wrong usage; {EXIT_DIFFERS} a stage "
+    f"differs; {EXIT_MEMORY} too little memory is free; {EXIT_MACHINE} the machine lacks the library, GPU or driver. "
+    "What was timed never changes them."
+)
 
 
 class Terminated(BaseException):
@@ -43,11 +53,14 @@ def terminable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def guarded(command: Callable[[], int | None], extra: str) -> int:
+def guarded(
+    command: Callable[[], int | None], extra: str, codes: Mapping[type[BaseException], int] | None = None
+) -> int:
     """Run `command` and return the exit code; errors become one line on stderr (``DSPARK_DEBUG=1`` shows the
     traceback).
 
     `extra` is the optional dependency set that brings a package found to be missing (empty: the base installation).
+    `codes` are exit codes of classes of errors; others have 1.
     """
     debug = os.environ.get("DSPARK_DEBUG", "") not in ("", "0")
     try:
@@ -70,7 +83,7 @@ def guarded(command: Callable[[], int | None], extra: str) -> int:
         if line is None:
             raise
         print(f"error: {line}", file=sys.stderr)
-        return EXIT_ERROR
+        return next((code for kind, code in (codes or {}).items() if isinstance(error, kind)), EXIT_ERROR)
 
 
 def describe(error: BaseException, extra: str) -> str | None:

@@ -65,6 +65,10 @@ class BundleError(DSparkError):
     """A bundle that is incomplete, altered, of another version, or not a bundle at all."""
 
 
+class MemoryShortage(BundleError):
+    """A bundle that needs more memory than this machine, or its GPU, has free."""
+
+
 class BackendUnavailable(DSparkError):
     """An inference library, device or architecture that a bundle needs and this machine lacks."""
 

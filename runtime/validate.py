@@ -1,4 +1,5 @@
-"""Does this bundle compute on this machine what it was built to compute? Replays the vectors stored in it.
+"""Does this bundle compute on this machine what it was built to compute, and does drafting pay? Replays the vectors
+stored in it, then times a short answer.
 
 The vectors come from the float32 torch modules at build time, never from an engine; `builder.vectors` says what they
 hold.
@@ -7,7 +8,7 @@ hold.
 from __future__ import annotations
 
 import zipfile
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.bundle import Check, check_machine, open_bundle
+from runtime import timing
+from runtime.bundle import Bundle, Check, check_machine, open_bundle
+from runtime.engine import Engine
 from runtime.errors import BundleError
 from runtime.manifest import REBUILD, Limits
 from runtime.randomness import gumbel
 from runtime.sessions import open_session
 from runtime.sessions.base import DraftRows, SeedRows, Session, TargetRows
+from runtime.timing import Prompt, Timing
 
 VECTORS_NAME = "vectors.npz"
 
@@ -66,46 +70,93 @@ class Stage:
 
 @dataclass(frozen=True)
 class Report:
+    """`timing` is None where nothing was timed; `untimed` then says why, unless nobody asked for it."""
+
     stages: tuple[Stage, ...]
+    timing: Timing | None = None
+    untimed: str = ""
 
     @property
     def passed(self) -> bool:
         return all(stage.passed for stage in self.stages)
 
     def lines(self) -> list[str]:
-        """The report for people: a line a stage, then the verdict."""
+        """The report for people: a line a stage, the speed, then the verdict."""
         lines = [
             f"{'pass' if s.passed else 'FAIL'}  {s.name:<24} differs by {s.worst:.2g} at most (allowed {s.allowed:.2g})"
             for s in self.stages
         ]
+        if self.timing is not None:
+            lines.append(f"speed     {self.timing.line()}")
+        elif self.untimed:
+            lines.append(f"speed     not timed: {self.untimed}")
+        if self.timing is not None and self.timing.parted is not None:
+            lines.append(f"note      {self.timing.parted}")
         failed = [s.name for s in self.stages if not s.passed]
         verdict = f"failed at {failed[0]} ({len(failed)} of {len(self.stages)} comparisons)" if failed else "passed"
         return [*lines, f"validation {verdict}"]
 
+    def facts(self) -> dict[str, object]:
+        """With stable keys, for programs."""
+        return {
+            "passed": self.passed,
+            "stages": [{"passed": stage.passed, **asdict(stage)} for stage in self.stages],
+            "timing": None if self.timing is None else self.timing.facts(),
+            "untimed": self.untimed or None,
+        }
 
-def run(path: str | PathLike[str], check: Check = "full", threads: int | None = None) -> Report:
-    """Replay the vectors of the bundle at `path`.
+
+def run(path: str | PathLike[str], check: Check = "full", threads: int | None = None, *, timed: bool = True) -> Report:
+    """Replay the vectors of the bundle at `path`, and unless a stage differs or `timed` is False, time an answer.
+
+    In float32 the answers with and without drafts must be the same, which is then a stage of the report; 16 bits round
+    differently at different shapes, and where the best two logits are nearly tied, so does float32.
 
     Raises:
-        BundleError, BackendUnavailable: the bundle can't be loaded here.
+        BundleError, BackendUnavailable: the bundle can't be loaded here. What the machine lacks, be it memory
+            (MemoryShortage), is told before an inference library is imported or anything allocated.
+        ServingError: a call that failed while it was timed.
     """
     bundle = open_bundle(path, check=check)
     check_machine(bundle)
     manifest = bundle.manifest
-    if manifest.backend.precision not in TOLERANCE:
+    precision = manifest.backend.precision
+    if precision not in TOLERANCE:
         raise BundleError(
             bundle.path,
             "no tolerance is known for its precision",
             expected=", ".join(TOLERANCE),
-            found=manifest.backend.precision,
+            found=precision,
             remedy="Upgrade the runtime",
         )
     vectors = _read(bundle.file(VECTORS_NAME), manifest.models.has_confidence)
     session = open_session(bundle.path, manifest, threads)
     try:
-        return Report(tuple(_replay(session, manifest.limits, vectors, TOLERANCE[manifest.backend.precision])))
+        report = Report(tuple(_replay(session, manifest.limits, vectors, TOLERANCE[precision])))
+        if not timed:
+            return report
+        if not report.passed:
+            return replace(report, untimed="a stage differs")
+        return _timed(report, bundle, session, vectors["prompt"].tolist())
     finally:
         session.close()
+
+
+def _timed(report: Report, bundle: Bundle, session: Session, ids: list[int]) -> Report:
+    """The report with a timing, of which float32 makes another stage. `ids` are asked where words can't be."""
+    limits = bundle.manifest.limits
+    engine = Engine(bundle.path, check="quick", session=session, scheduler=timing.scheduler(limits))
+    prompt = Prompt.of(engine.tokenizer, limits, ids)
+    if prompt.room(limits) < timing.LEAST_TOKENS:
+        return replace(report, untimed=f"after the prompt there is room for {prompt.room(limits)} tokens only")
+    found = timing.measure(engine, prompt)
+    precision = bundle.manifest.backend.precision
+    tied = found.parted is not None and found.parted.gap <= TOLERANCE[precision].margin
+    if precision != "f32" or tied:
+        return replace(report, timing=found)
+    # What comes after the first token that differs is another answer altogether.
+    differing = 0 if found.parted is None else found.tokens - found.parted.token
+    return replace(report, stages=(*report.stages, Stage("answer with drafts", float(differing), 0.0)), timing=found)
 
 
 def _read(where: Path, confidence: bool) -> dict[str, Array]:

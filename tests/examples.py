@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from builder.spec import DrafterSpec, RopeSpec, TargetSpec, TokenizerData
+from runtime.engine_records import RECORDS_NAME, STAGES, EngineRecord, EngineRecords, TensorRecord
 from runtime.manifest import (
     FORMAT_VERSION,
+    KERNELS_FILE,
     Backend,
     EngineFile,
     Limits,
     Manifest,
     Memory,
     Models,
+    Plugin,
     Serving,
     Source,
     StateTensor,
+    to_plain,
 )
 from runtime.version import DISTRIBUTION, VERSION
+from runtime.widths import Widths
 
 TARGET = TargetSpec(
     family="llama",
@@ -119,3 +126,64 @@ def example_manifest() -> Manifest:
         drafter=Source("deepspec", "tiny-dspark", {"config.json": "11"}),
         files={},
     )
+
+
+def example_records(kernels: bool) -> list[EngineRecord]:
+    """Of the engines that a TensorRT bundle of `example_manifest` has: with kernels the taps are updated in place, and
+    else copied."""
+    manifest = example_manifest()
+    limits, widths = manifest.limits, Widths.of(manifest.limits, manifest.serving)
+    taps = (limits.slots + 1, *manifest.state[0].shape)
+    updated = {"taps.new": "taps"}
+    return [
+        EngineRecord(
+            file=f"engines/{stage}.b{batch}.w{width}.engine",
+            stage=stage,
+            batch=batch,
+            width=width,
+            layers={"PLUGIN_V3": 3, "CAST": 1, "SHUFFLE": 2} if kernels else {"SCATTER": 1, "GATHER": 2},
+            plugins={"Linear": 2, "SlotWrite": 1} if kernels else {},
+            inputs=(TensorRecord("target.fc", "float32", (24, 24)), TensorRecord("taps", "float32", taps)),
+            outputs=(TensorRecord("taps.new", "float32", taps),),
+            weights=("target.fc",),
+            aliased=updated if kernels else {},
+            copied={} if kernels else updated,
+            weight_bytes=2304,
+            copied_bytes=0 if kernels else 1440,
+            engine_bytes=100 + width,
+            captured=True,
+        )
+        for stage in STAGES
+        for batch in limits.batches
+        for width in widths.of_stage(stage)
+    ]
+
+
+RTX = Backend("tensorrt-rtx", "tensorrt-rtx-cu13-bindings", "1.7.1.116", "sm_89", "bf16")
+
+
+def tensorrt_example(
+    *,
+    kernels: bool = True,
+    alter: Callable[[EngineRecord], EngineRecord] = lambda record: record,
+    without: tuple[str, ...] = (),
+    backend: Backend = RTX,
+) -> dict[str, object]:
+    """Keywords for the fixture ``make_bundle`` that make a TensorRT bundle, whole but for the files `without`; the
+    records that it holds are changed by `alter`, its engines aren't."""
+    records = example_records(kernels)
+    library = b"kernels"
+    files = {record.file: b"e" * record.engine_bytes for record in records} | {
+        "weights.bin": b"w" * 5000,
+        "weights.json": b"{}",
+        RECORDS_NAME: json.dumps(to_plain(EngineRecords(tuple(map(alter, records))))).encode(),
+    }
+    if kernels:
+        files[KERNELS_FILE] = library
+    return {
+        "backend": backend,
+        "engines": tuple(EngineFile(r.stage, r.batch, r.file, r.width) for r in records),
+        "plugins": (Plugin("dspark", hashlib.sha256(library).hexdigest()[:12]),) if kernels else (),
+        "files": {name: content for name, content in files.items() if name not in without},
+        "memory": Memory(5000, 480, 0, 5000 + 3 * 480 * (1 if kernels else 2) + 700),
+    }

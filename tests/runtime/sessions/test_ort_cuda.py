@@ -237,7 +237,7 @@ def test_without_kernels_there_is_a_warning(
 
 def test_a_gpu_is_asked_for_before_anything_is_loaded(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
     bundle = open_bundle(both.cuda, check="quick")
-    monkeypatch.setattr("runtime.bundle.installed", lambda name: "1.31.1")
+    monkeypatch.setattr("runtime.libraries.installed", lambda name: "1.31.1")
     monkeypatch.setattr("runtime.machine.gpus", lambda: ())
     with pytest.raises(BackendUnavailable, match="needs a GPU, and the driver shows none"):
         check_machine(bundle)
